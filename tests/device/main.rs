@@ -9,6 +9,7 @@ mod matrix;
 mod memory;
 mod one_queue;
 mod plan;
+mod registered;
 mod schedules;
 mod sharing;
 mod toolkit;

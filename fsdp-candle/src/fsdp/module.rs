@@ -715,6 +715,37 @@ impl<M> FsdpModule<M> {
         Ok(())
     }
 
+    /// Sets whether all-gathers and reduce-scatters go through memory that the process group allocates: NCCL's, registered
+    /// with its communicator. NCCL then needs no copies through buffers of its own, and fewer of the GPU's processors.
+    /// Inputs are copied to this memory, and outputs from it. It takes the bytes of the largest all-gather or
+    /// reduce-scatter of the unit, for the life of the process group. Set it alike on all ranks. Results do not change.
+    ///
+    /// Fails on CPUs, on GPUs without NCCL, and with NCCL older than 2.19. A single rank does not communicate, so its GPU
+    /// allocates nothing.
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
+    /// use fsdp_candle::Recurse;
+    ///
+    /// let error = model.set_allocate_memory_from_process_group_for_comm(true, Recurse::Yes).unwrap_err();
+    /// assert!(error.to_string().contains("It needs a CUDA device for each rank and NCCL 2.19 or newer"), "{error}");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn set_allocate_memory_from_process_group_for_comm(
+        &self,
+        enable: bool,
+        recurse: Recurse,
+    ) -> crate::error::Result<()> {
+        if enable {
+            for group in self.selected(recurse) {
+                group.params().iter().try_for_each(|param| param.spec.ranks.shard.with_registered_memory().map(drop))?;
+            }
+        }
+        self.change_comm(recurse, |settings| settings.memory_from_process_group = enable);
+        Ok(())
+    }
+
     /// Sets what a unit does with its unsharded parameters after forward. Collective for [`ReshardAfterForward::To`],
     /// which makes groups. Fails if the number of ranks of `To` does not divide the number of shard ranks, or is
     /// trivial.

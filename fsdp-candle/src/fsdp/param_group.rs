@@ -150,12 +150,12 @@ impl FsdpParamGroup {
 impl FsdpParamGroup {
     /// Returns where full values are allocated.
     fn memory(&self) -> UnshardMemory {
-        let (custom, keep) = {
+        let (custom, keep, from_process_group) = {
             let settings = self.settings.lock();
-            (settings.all_gather.clone(), settings.keep_unsharded_storage)
+            (settings.all_gather.clone(), settings.keep_unsharded_storage, settings.memory_from_process_group)
         };
         let allocator = custom.and_then(|custom| custom.allocate()).unwrap_or_else(|| self.pool().clone());
-        UnshardMemory { allocator, keep }
+        UnshardMemory { allocator, keep, from_process_group }
     }
 
     /// Calls `f` with the pending all-gather, while no other thread unshards or reshards the unit. Does nothing for a

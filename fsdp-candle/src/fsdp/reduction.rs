@@ -90,12 +90,13 @@ impl Reduction {
     /// Takes the unit's gradients and issues their reduce-scatters. Without gradient synchronisation, keeps them for a
     /// later backward. `started` gets the pending reductions, also if an error is returned.
     pub(super) fn start(unit: &Arc<FsdpParamGroup>, started: &mut Vec<Self>) -> Result<()> {
-        let (sync, unused, separate, custom) = {
+        let (sync, unused, separate, from_process_group, custom) = {
             let settings = unit.settings.lock();
             (
                 settings.requires_gradient_sync,
                 settings.reduce_scatter_unused_params,
                 settings.separate_reduce_scatter_group,
+                settings.memory_from_process_group,
                 settings.reduce_scatter.clone(),
             )
         };
@@ -155,6 +156,7 @@ impl Reduction {
         for ReduceScatterRequest { ranks, options, positions, mut parts, used } in requests {
             tracing::debug!(unit = unit.name(), gradients = positions.len(), "reduce-scatter");
             let shard = if separate { ranks.dedicated_reduce_scatter_group()? } else { ranks.shard.clone() };
+            let shard = if from_process_group { shard.with_registered_memory().map_err(Error::from)? } else { shard };
             let shard = shard.signed(reduce_signature(unit, &positions, backwards.0));
             if options.with_usage {
                 let counts = vec![positions.len(); shard.size()];

@@ -53,6 +53,8 @@ pub(crate) struct CommSettings {
     pub(super) force_sum_reduction: bool,
     pub(super) keep_unsharded_storage: bool,
     pub(super) separate_reduce_scatter_group: bool,
+    /// Whether all-gathers and reduce-scatters go through memory of the process group.
+    pub(super) memory_from_process_group: bool,
     pub(super) all_gather: Option<Arc<dyn AllGather>>,
     pub(super) reduce_scatter: Option<Arc<dyn ReduceScatter>>,
     pub(super) all_reduce_hook: Option<Arc<dyn AllReduceHook>>,
@@ -68,6 +70,7 @@ impl Default for CommSettings {
             force_sum_reduction: false,
             keep_unsharded_storage: false,
             separate_reduce_scatter_group: false,
+            memory_from_process_group: false,
             all_gather: None,
             reduce_scatter: None,
             all_reduce_hook: None,

@@ -27,6 +27,8 @@ pub(super) struct UnshardMemory {
     pub(super) allocator: Arc<dyn Allocator>,
     /// Whether each parameter keeps a buffer, whose address never changes.
     pub(super) keep: bool,
+    /// Whether all-gathers go through memory of the process group.
+    pub(super) from_process_group: bool,
 }
 
 /// Allocates buffers for one parameter. Errors name the parameter.

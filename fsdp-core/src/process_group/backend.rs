@@ -53,6 +53,15 @@ pub trait Backend: Send {
     /// Returns the backend's guarantees.
     fn guarantees(&self) -> Guarantees;
 
+    /// Succeeds if the backend can communicate by memory that it allocates and registers itself
+    /// ([`crate::ProcessGroup::with_registered_memory`]).
+    ///
+    /// # Errors
+    /// The reason why it can't.
+    fn registers_memory(&self) -> Result<(), String> {
+        Err(format!("its backend for the memory of {} does not allocate any", self.device()))
+    }
+
     /// Runs a collective and returns one output for each part or buffer, none for a barrier.
     ///
     /// # Errors

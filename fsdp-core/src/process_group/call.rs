@@ -53,6 +53,7 @@ pub(super) struct Call {
     pub(super) bytes: u64,
     /// [`ROW`] numbers for each rank, which peers need before data moves. Empty for most collectives.
     pub(super) row: Vec<u64>,
+    uses_registered_memory: bool,
 }
 
 impl Call {
@@ -102,7 +103,7 @@ impl Call {
             text.push_str(&format!(", {} more", len - SPELLED));
         }
         text.push(')');
-        Call { name, fingerprint: hash.value(), text, parts: announced, signature: None, bytes, row: Vec::new() }
+        Call { name, fingerprint: hash.value(), text, parts: announced, signature: None, bytes, row: vec![], uses_registered_memory: false }
     }
 
     /// Creates a call that moves no data.
@@ -143,6 +144,23 @@ impl Call {
         self.text.insert_str(self.name.len() + 1, &about);
         self.signature = Some(signature.clone());
         self
+    }
+
+    /// Adds to the fingerprint and the text that the collective uses memory of the backend.
+    pub(super) fn with_registered_memory(mut self) -> Self {
+        let mut hash = Hash::default();
+        hash.number(self.fingerprint);
+        hash.bytes(b"registered memory");
+        self.fingerprint = hash.value();
+        self.text.push_str(", by registered memory");
+        self.uses_registered_memory = true;
+        self
+    }
+
+    /// Returns whether the collective uses memory of the backend.
+    #[cfg(feature = "nccl")]
+    pub(super) fn uses_registered_memory(&self) -> bool {
+        self.uses_registered_memory
     }
 
     /// Returns the signature, if there is one.

@@ -67,6 +67,8 @@ pub struct ProcessGroup {
     signature: Option<Signature>,
     /// Whether its collectives run on the thread that issues them.
     is_blocking: bool,
+    /// Whether its all-gathers and reduce-scatters use memory of the backend.
+    uses_registered_memory: bool,
 }
 
 /// State shared by the handles of a group.
@@ -76,6 +78,8 @@ struct Ranks {
     device: DeviceId,
     runs_when_issued: bool,
     guarantees: Guarantees,
+    /// Whether the backend registers memory, or why it does not.
+    registers_memory: Result<(), String>,
     peer_monitor: Option<Arc<dyn PeerMonitor>>,
     queue: Arc<Queue>,
     thread: Option<JoinHandle<()>>,
@@ -106,7 +110,7 @@ impl ProcessGroup {
         }
         let (device, guarantees, runs_when_issued) =
             (backend.device(), backend.guarantees(), backend.runs_when_issued());
-        let peer_monitor = backend.peer_monitor();
+        let (registers_memory, peer_monitor) = (backend.registers_memory(), backend.peer_monitor());
         let queue = Arc::new(Queue::new(membership.clone(), backend));
         let served = queue.clone();
         let thread = std::thread::Builder::new()
@@ -115,9 +119,20 @@ impl ProcessGroup {
             .map_err(|source| Error::os(*rank, format!("starting the thread of group \"{name}\""), source))?;
         let thread = Some(thread);
         let ordinals = AtomicU64::new(0);
-        let ranks =
-            Ranks { membership, origin, device, runs_when_issued, guarantees, peer_monitor, queue, thread, ordinals };
-        Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_blocking: false })
+        let ranks = Ranks {
+            membership,
+            origin,
+            device,
+            runs_when_issued,
+            guarantees,
+            registers_memory,
+            peer_monitor,
+            queue,
+            thread,
+            ordinals,
+        };
+        let ranks = Arc::new(ranks);
+        Ok(ProcessGroup { ranks, signature: None, is_blocking: false, uses_registered_memory: false })
     }
 
     /// Creates a world of this process only.
@@ -212,18 +227,44 @@ impl ProcessGroup {
         ProcessGroup { is_blocking: true, ..self.clone() }
     }
 
+    /// Returns a handle whose all-gathers and reduce-scatters of device memory go through memory that the backend
+    /// allocates and registers with the network: NCCL then needs no copies of its own, and fewer of the device's
+    /// processors. They copy inputs there and outputs from there. The group keeps this memory, as large as its largest
+    /// collective, until it ends. Use it on all ranks alike.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the backend has none: it is not NCCL, or NCCL is older than 2.19.
+    ///
+    /// ```
+    /// let error = fsdp_core::process_group::local::run(2, |group| group.with_registered_memory().err().unwrap());
+    /// assert!(error[0].to_string().contains("has no registered memory"), "{}", error[0]);
+    /// ```
+    pub fn with_registered_memory(&self) -> Result<ProcessGroup> {
+        match &self.ranks.registers_memory {
+            Ok(()) => Ok(ProcessGroup { uses_registered_memory: true, ..self.clone() }),
+            Err(why) => Err(Error::Argument {
+                rank: self.rank(),
+                message: format!(
+                    "group \"{}\" has no registered memory: {why}. It needs a CUDA device for each rank and NCCL 2.19 or \
+                     newer",
+                    self.name()
+                ),
+            }),
+        }
+    }
+
     /// Gives every rank the concatenation of all ranks' inputs, for each part. Outputs are allocated from `memory` when
     /// the collective starts.
     pub fn all_gather(&self, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
         let call = op::gather(&parts, &self.ranks.membership, self.ranks.device);
-        self.issue(call, Op::AllGather { parts, memory })
+        self.issue(self.registered(call), Op::AllGather { parts, memory })
     }
 
     /// Gives rank `r` the reduction of all ranks' elements for `r`, for each part. Outputs are allocated from `memory`,
     /// and inputs are given back to it as soon as they are consumed.
     pub fn reduce_scatter(&self, parts: Vec<ScatterPart>, op: ReduceOp, memory: Arc<dyn Allocator>) -> Work {
         let call = op::scatter(&parts, op, &self.ranks.membership, self.ranks.device);
-        self.issue(call, Op::ReduceScatter { parts, op, memory })
+        self.issue(self.registered(call), Op::ReduceScatter { parts, op, memory })
     }
 
     /// Gives every rank the reduction over all ranks, in place.
@@ -283,6 +324,10 @@ impl ProcessGroup {
         let run = Box::new(move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.run(collective, op));
         self.ranks.queue.push(Job::Run { call, run, completion });
         work
+    }
+
+    fn registered(&self, checked: Result<Call>) -> Result<Call> {
+        if self.uses_registered_memory { checked.map(Call::with_registered_memory) } else { checked }
     }
 
     fn sign(&self, call: Call) -> Call {

@@ -26,6 +26,14 @@ impl Backend for SingleRank {
         Guarantees::ALL
     }
 
+    /// On a device, a single rank does not communicate.
+    fn registers_memory(&self) -> Result<(), String> {
+        match self.0 {
+            DeviceId::Host => Err("it is a group of the host, without a device".into()),
+            _ => Ok(()),
+        }
+    }
+
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let rank = collective.group().rank;
         #[cfg(feature = "cuda")]

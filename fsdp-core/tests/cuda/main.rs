@@ -6,6 +6,7 @@ mod conformance;
 mod memory;
 mod nccl;
 mod over_host;
+mod padded;
 mod ranks;
 mod roles;
 mod values;

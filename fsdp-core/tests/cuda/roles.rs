@@ -1,6 +1,6 @@
 //! Roles of the processes that the tests start.
 
-use crate::{conformance, memory, nccl, ranks, values};
+use crate::{conformance, memory, nccl, padded, ranks, values};
 
 /// No test.
 #[test]
@@ -11,7 +11,7 @@ fn run_as_a_rank() {
         Some((engine, trial)) => conformance::take_part(engine, trial, &compute),
         None => {
             let known = nccl::run(&role, &compute).or_else(|| values::run(&role, &compute));
-            known.or_else(|| memory::run(&role, &compute)).unwrap()
+            known.or_else(|| memory::run(&role, &compute)).or_else(|| padded::run(&role, &compute)).unwrap()
         }
     };
     println!("says: {said}");

@@ -318,7 +318,7 @@ unsafe extern "C" fn cuMemHostAlloc(at: *mut u64, len: usize, _flags: c_uint) ->
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFreeHost(at: u64) -> CuResult {
-    status(machine().free_pinned(at, "cuMemFreeHost"))
+    status(machine().free_unused(at, "cuMemFreeHost"))
 }
 
 #[unsafe(no_mangle)]

@@ -62,6 +62,11 @@ impl Allocation {
         format!("{} bytes of {kind} memory at {:#x}, allocated by {}", self.len, self.base, self.made)
     }
 
+    /// Returns whether the function `by` allocated it.
+    pub(crate) fn is_of(&self, by: &str) -> bool {
+        self.made.contains(&format!("`{by}`"))
+    }
+
     pub(crate) fn is_pinned(&self) -> bool {
         matches!(self.kind, Kind::Pinned | Kind::Registered)
     }
@@ -326,9 +331,9 @@ impl Machine {
         Ok(base)
     }
 
-    /// Frees pinned memory. The host must have waited for all uses, because CUDA does not guarantee that the driver
-    /// waits.
-    pub(crate) fn free_pinned(&self, at: u64, by: &str) -> Result<(), Refusal> {
+    /// Frees pinned memory, or memory of NCCL. The host must have waited for all uses, because CUDA does not guarantee
+    /// that the driver waits.
+    pub(crate) fn free_unused(&self, at: u64, by: &str) -> Result<(), Refusal> {
         if at == 0 {
             return Ok(());
         }

@@ -12,7 +12,7 @@ use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::nn::{CrossEntropyOptions, LoraConfig, cross_entropy, is_adapter};
 use fsdp_candle::{
-    AdamW, AdamWConfig, ContextParallel, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World,
+    AdamW, AdamWConfig, ContextParallel, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReduceOp, ShardedVarMap, World,
     clip_grad_norm,
 };
 use fsdp_train::data::MicroBatch;
@@ -83,6 +83,9 @@ pub(crate) struct Args {
     /// With --tensor-parallel: also split sequences.
     #[arg(long)]
     sequence_parallel: bool,
+    /// Communicate by memory that NCCL allocates and registers.
+    #[arg(long)]
+    allocate_memory_from_process_group_for_comm: bool,
     /// Number of ranks to start. Under a launcher, the number that it has started.
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) world: Option<u16>,
@@ -92,6 +95,15 @@ pub(crate) struct Args {
     /// Compute device.
     #[arg(long, default_value = "cpu", value_parser = fsdp_train::job::device_parser())]
     pub(crate) device: DeviceChoice,
+}
+
+impl Args {
+    /// Sets how the units of a model communicate.
+    fn apply<M>(&self, model: &FsdpModule<M>) -> anyhow::Result<()> {
+        let from_process_group = self.allocate_memory_from_process_group_for_comm;
+        let set = model.set_allocate_memory_from_process_group_for_comm(from_process_group, Recurse::Yes);
+        set.context("--allocate-memory-from-process-group-for-comm")
+    }
 }
 
 /// Median times of the slowest rank in seconds. Each median is separate, so the parts need not add up to the step. On a
@@ -236,6 +248,7 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
     match (args.units.as_str(), &config) {
         ("name", ModelConfig::Decoder(config)) => {
             let model = models::build_by_name(config, opts.clone(), vars, options)?;
+            args.apply(&model)?;
             let loss = |batch: &Batch| {
                 let options = CrossEntropyOptions::default();
                 let losses =
@@ -247,6 +260,7 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
         ("name", _) => bail!("--units name is for decoders, found another model in {}", args.model.display()),
         _ => {
             let model = models::build(&config, opts, vars, options)?;
+            args.apply(&model)?;
             let loss = |batch: &Batch| models::loss(&model, batch);
             measured(&loss, &|loss| model.backward(loss))
         }
@@ -285,6 +299,7 @@ fn run_images(setup: &Setup<'_>, config: &ImageConfig) -> anyhow::Result<()> {
         ensure!(!is_set, "{flag} is for language models, found a model of images in {}", args.model.display());
     }
     let model = config.build(opts, vars.builder(DType::F32))?;
+    args.apply(&model)?;
     let size = (args.batch, args.image_size);
     measure(
         setup,

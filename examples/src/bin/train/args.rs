@@ -321,6 +321,14 @@ pub(crate) struct Args {
     #[serde(serialize_with = "debug_name")]
     pub(crate) reshard_after_forward: ReshardAfterForward,
 
+    /// Communicate by memory that NCCL allocates and registers: its collectives then need no copies through buffers of
+    /// their own, and fewer of the GPU's processors
+    ///
+    /// Takes the bytes of the largest all-gather or reduce-scatter. Needs a GPU for each process and NCCL 2.19 or newer.
+    /// Losses do not change.
+    #[arg(long, help_heading = "Sharding")]
+    pub(crate) allocate_memory_from_process_group_for_comm: bool,
+
     /// Storage of shards, gradients and optimizer state: `cpu` keeps them in page-locked host memory, runs the
     /// optimizer there, and copies shards to the compute device. No effect when computing on CPUs. `disk:DIR` does the
     /// same, and keeps optimizer state in an unnamed file of each process in DIR. `disk+shards:DIR` keeps shards in such

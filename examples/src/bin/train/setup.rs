@@ -7,7 +7,7 @@ use candle_core::DType;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::{Fallback, Philox};
 use fsdp_candle::nn::is_adapter;
-use fsdp_candle::{ContextParallel, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, StateOnDisk, World};
+use fsdp_candle::{ContextParallel, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ShardedVarMap, StateOnDisk, World};
 use fsdp_ckpt::{TensorSource, find_weights};
 use fsdp_train::console::Console;
 use fsdp_train::data::{
@@ -223,6 +223,9 @@ fn build(
         .offload_policy(args.offload.policy());
     let model = models::build_with_head(config, &opts, vars, ModelOptions { parallel, ..options }, head)?;
     models::set_prefetch(&model, args.prefetch)?;
+    let from_process_group = args.allocate_memory_from_process_group_for_comm;
+    let set = model.set_allocate_memory_from_process_group_for_comm(from_process_group, Recurse::Yes);
+    set.context("--allocate-memory-from-process-group-for-comm")?;
     Ok(model)
 }
 

@@ -132,6 +132,17 @@ impl Communicator {
         self.settle(what, self.timeout, &|| Ok(()))
     }
 
+    /// Makes one call that is not a collective, and waits until NCCL has done it. Fails after an abort, which has freed the
+    /// communicator.
+    pub(super) fn alone(&self, what: &str, call: impl FnOnce(sys::ncclComm_t) -> ncclResult_t) -> Result<()> {
+        let _gate = self.gate.lock();
+        self.check()?;
+        match call(self.raw) {
+            status if is_fine(status) => self.settle(what, self.timeout, &|| Ok(())),
+            status => Err(refused(self.device, what, status, self.raw)),
+        }
+    }
+
     /// Waits until NCCL has finished its work in the background.
     fn settle(&self, what: &str, timeout: Duration, well: &dyn Fn() -> Result<()>) -> Result<()> {
         let started = Instant::now();

@@ -18,12 +18,14 @@
 //! the group return the error.
 //!
 //! `communicator` wraps NCCL's communicator, `communicators` aborts them, `plan` lists the NCCL calls of a collective,
-//! `nccl_engine` enqueues them, and `watchdog` follows pending ones.
+//! `registered_memory` has memory of NCCL for some of them, `nccl_engine` enqueues them, and `watchdog` follows pending
+//! ones.
 
 mod communicator;
 mod communicators;
 mod nccl_engine;
 mod plan;
+mod registered_memory;
 mod watchdog;
 
 pub use nccl_engine::Nccl;

@@ -21,7 +21,8 @@ use super::{
     },
     communicator::{self, Communicator, device_error},
     communicators::Communicators,
-    plan::{Copy, Kind, Plan, Transfer, ask_all},
+    plan::{Copy, Kind, Plan, Transfer, ask_all, registered_bytes},
+    registered_memory::{self, RegisteredMemory},
     watchdog::{PendingCollective, Watchdog},
 };
 use crate::{
@@ -49,6 +50,7 @@ pub struct Nccl {
     // Dropped before the communicator, which it watches.
     watchdog: Watchdog,
     communicator: Arc<Communicator>,
+    registered: RegisteredMemory,
     /// All of this rank's.
     communicators: Arc<Communicators>,
     compute: Arc<CudaStream>,
@@ -94,7 +96,9 @@ impl Nccl {
         let all = communicators.clone();
         let watchdog = Watchdog::start(communicator.clone(), all, stream.clone(), group.clone(), peer_monitor)?;
         let compute = compute.clone();
-        let engine = Nccl { watchdog, communicator, communicators, compute, stream, checks, has_failed: false };
+        let registered = RegisteredMemory::new(communicator.clone(), compute.clone());
+        let engine =
+            Nccl { watchdog, communicator, registered, communicators, compute, stream, checks, has_failed: false };
         engine.connect(group)?;
         Ok(engine)
     }
@@ -129,7 +133,7 @@ impl Nccl {
 
     /// Enqueues a plan.
     fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<CollectiveOutput> {
-        let Plan { transfers, before, after, padded, outputs, mut inputs, consumed } = plan;
+        let Plan { transfers, before, after, padded, outputs, mut inputs, consumed, .. } = plan;
         let what = format!("{collective} of group \"{}\"", collective.group().name);
         let captures = self.driver("asking whether a graph is captured", self.compute.capture_status())?;
         if captures != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
@@ -232,7 +236,20 @@ impl DeviceEngine for Nccl {
             compare(collective, host)?;
         }
         self.driver("using the device", self.stream.context().bind_to_thread())?;
-        self.enqueue(collective, Plan::of(op, collective.group().rank)?)
+        let rank = collective.group().rank;
+        if !collective.call().uses_registered_memory() {
+            return self.enqueue(collective, Plan::of(op, rank, None)?);
+        }
+        let memory = self.registered.take(registered_bytes(&op))?;
+        let output = self.enqueue(collective, Plan::of(op, rank, Some(memory))?);
+        // Also after an error: some of it may be running.
+        let end = self.driver("recording an event", self.stream.record_event(None))?;
+        self.registered.used_until(end);
+        output
+    }
+
+    fn registers_memory(&self) -> Result<(), String> {
+        registered_memory::support()
     }
 
     /// Creates a new communicator by a new rendezvous. `ncclCommSplit` would need all ranks of the old group, including
@@ -256,10 +273,15 @@ impl Drop for Nccl {
                 let what = "ending a collective".to_string();
                 self.communicator.abort(&Error::Device { device: self.communicator.device, what, cause: why });
             }
-            Ok(()) => self.communicator.part(),
+            Ok(()) => {
+                self.registered.free();
+                self.communicator.part();
+            }
             // The watchdog aborted the communicator.
             Err(_) => {}
         }
+        // After an abort.
+        self.registered.free();
     }
 }
 

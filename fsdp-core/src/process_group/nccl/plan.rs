@@ -1,6 +1,10 @@
-//! A collective as NCCL calls, and as copies on the device where shares are padded.
+//! A collective as NCCL calls, and as copies on the device where shares are padded or memory is registered.
+//!
+//! Ranks share a parameter's rows as `torch.chunk` does, so padded shares differ from the shares only behind the last row.
+//! Buffers with room for that padding are gathered and reduced without a copy. A rank whose buffer has no room uses other
+//! memory and a copy: NCCL's calls are the same.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use cudarc::{
     driver::{
@@ -30,6 +34,8 @@ pub(super) struct Plan {
     pub(super) after: Vec<Copy>,
     /// Memory of padded shares, where an input or an output has no room for the padding.
     pub(super) padded: Vec<CudaMemory>,
+    /// The part of registered memory that is not in use yet. Without it, NCCL reads inputs and writes outputs in place.
+    registered: Option<Range<CUdeviceptr>>,
     pub(super) outputs: Vec<Buffer>,
     /// Inputs that have other owners.
     pub(super) inputs: Vec<Arc<dyn Readable>>,
@@ -47,9 +53,28 @@ fn starts(at: CUdeviceptr, dtype: DType, counts: &[usize]) -> impl Iterator<Item
     })
 }
 
-/// Returns whether all ranks have equal shares.
-fn is_even(counts: &[usize]) -> bool {
-    counts.windows(2).all(|pair| pair[0] == pair[1])
+/// Returns the length of all ranks' shares, with padding where that is one NCCL call.
+fn equal_share(counts: &[usize]) -> Option<usize> {
+    match counts {
+        [first, others @ ..] if others.iter().all(|count| count == first) => Some(*first),
+        _ => padded_share(counts),
+    }
+}
+
+/// Alignment of parts in registered memory.
+const ALIGN: usize = 512;
+
+/// Returns the bytes of registered memory that a collective needs. The same on all ranks.
+pub(super) fn registered_bytes(op: &Op) -> usize {
+    let bytes = |dtype: DType, counts: &[usize]| {
+        let room = equal_share(counts).map_or(0, |share| share * counts.len());
+        (room * dtype.size()).next_multiple_of(ALIGN)
+    };
+    match op {
+        Op::AllGather { parts, .. } => parts.iter().map(|part| bytes(part.input.dtype(), &part.counts)).sum(),
+        Op::ReduceScatter { parts, .. } => parts.iter().map(|part| bytes(part.input.dtype(), &part.counts)).sum(),
+        _ => 0,
+    }
 }
 
 /// A copy on the device.
@@ -75,9 +100,10 @@ impl Copy {
 }
 
 impl Plan {
-    /// Plans a collective, with outputs of its allocator.
-    pub(super) fn of(op: Op, rank: usize) -> Result<Self> {
-        let mut plan = Plan::default();
+    /// Plans a collective, with outputs of its allocator. With registered memory, of [`registered_bytes`], NCCL uses only
+    /// this memory in all-gathers and reduce-scatters.
+    pub(super) fn of(op: Op, rank: usize, registered: Option<Range<CUdeviceptr>>) -> Result<Self> {
+        let mut plan = Plan { registered, ..Plan::default() };
         match op {
             Op::AllGather { parts, memory } => {
                 for part in parts {
@@ -124,7 +150,7 @@ impl Plan {
         }
     }
 
-    /// Equal shares, and chunks with padding, use NCCL's all-gather. Others use a broadcast each.
+    /// Shares that are equal, or are padded, use NCCL's all-gather. Others use a broadcast each.
     fn gather(&mut self, part: GatherPart, memory: &dyn Allocator, rank: usize) -> Result<()> {
         let GatherPart { input, counts } = part;
         let dtype = input.dtype();
@@ -139,20 +165,19 @@ impl Plan {
         let len = counts.iter().sum();
         let output = take(memory, dtype, len, rank)?;
         let to = output.view().address();
-        match padded_share(&counts) {
-            None if is_even(&counts) => self.ask(dtype, own, Kind::AllGather { from, to }),
-            Some(chunk) => {
-                let padded = self.with_room(&output, chunk * counts.len())?.unwrap_or(to);
-                let place = padded + (rank * chunk * dtype.size()) as CUdeviceptr;
-                // A shorter share begins the padded one. It is gathered in place.
-                let is_short = own < chunk;
-                if is_short {
-                    self.before.push(Copy { from, to: place, bytes: own * dtype.size() });
+        match equal_share(&counts) {
+            Some(share) => {
+                let place_of_all = self.room(&output, share * counts.len())?;
+                let own_place = place_of_all + (rank * share * dtype.size()) as CUdeviceptr;
+                // A shorter share begins the padded one. NCCL gathers it in place.
+                let is_in_place = own < share || self.registered.is_some();
+                if is_in_place {
+                    self.before.push(Copy { from, to: own_place, bytes: own * dtype.size() });
                 }
-                let from = if is_short { place } else { from };
-                self.ask(dtype, chunk, Kind::AllGather { from, to: padded });
-                if padded != to {
-                    self.after.push(Copy { from: padded, to, bytes: len * dtype.size() });
+                let from = if is_in_place { own_place } else { from };
+                self.ask(dtype, share, Kind::AllGather { from, to: place_of_all });
+                if place_of_all != to {
+                    self.after.push(Copy { from: place_of_all, to, bytes: len * dtype.size() });
                 }
             }
             None => {
@@ -167,7 +192,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Equal shares, and chunks with padding, use NCCL's reduce-scatter. Others use a reduction to each rank.
+    /// Shares that are equal, or are padded, use NCCL's reduce-scatter. Others use a reduction to each rank.
     fn scatter(&mut self, part: ScatterPart, op: ReduceOp, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
         let ScatterPart { input, counts } = part;
         let dtype = input.dtype();
@@ -178,20 +203,19 @@ impl Plan {
         let from = input.view().address();
         let output = Buffer::Cuda(take(memory, dtype, counts[rank], rank)?);
         let own = address(&output, rank)?;
-        match padded_share(&counts) {
-            None if is_even(&counts) => self.ask(dtype, counts[rank], Kind::ReduceScatter { from, to: own, op }),
-            Some(chunk) => {
-                let padded = self.with_room(&input, chunk * counts.len())?.unwrap_or(from);
-                if padded != from {
-                    self.before.push(Copy { from, to: padded, bytes: input.len() * dtype.size() });
+        match equal_share(&counts) {
+            Some(share) => {
+                let place_of_all = self.room(&input, share * counts.len())?;
+                if place_of_all != from {
+                    self.before.push(Copy { from, to: place_of_all, bytes: input.len() * dtype.size() });
                 }
-                // A shorter share is reduced in place.
-                let is_short = counts[rank] < chunk;
-                let place = padded + (rank * chunk * dtype.size()) as CUdeviceptr;
-                let to = if is_short { place } else { own };
-                self.ask(dtype, chunk, Kind::ReduceScatter { from: padded, to, op });
-                if is_short {
-                    self.after.push(Copy { from: place, to: own, bytes: counts[rank] * dtype.size() });
+                let own_place = place_of_all + (rank * share * dtype.size()) as CUdeviceptr;
+                // A shorter share begins the padded one. NCCL reduces it in place.
+                let is_in_place = counts[rank] < share || self.registered.is_some();
+                let to = if is_in_place { own_place } else { own };
+                self.ask(dtype, share, Kind::ReduceScatter { from: place_of_all, to, op });
+                if is_in_place {
+                    self.after.push(Copy { from: own_place, to: own, bytes: counts[rank] * dtype.size() });
                 }
             }
             None => {
@@ -205,16 +229,22 @@ impl Plan {
         Ok(Buffer::Cuda(input))
     }
 
-    /// Returns the address of memory for padded shares, if `memory` has no room for `room` elements. Its peers may have
-    /// room: NCCL's calls are the same.
-    fn with_room(&mut self, memory: &CudaMemory, room: usize) -> Result<Option<CUdeviceptr>> {
+    /// Returns the address of room for all padded shares of `memory`: `memory` itself, or memory beside it. NCCL's calls are
+    /// the same, so peers may differ.
+    fn room(&mut self, memory: &CudaMemory, room: usize) -> Result<CUdeviceptr> {
+        if let Some(Range { start, end }) = &mut self.registered {
+            let at = *start;
+            *start += (room * memory.dtype().size()).next_multiple_of(ALIGN) as CUdeviceptr;
+            debug_assert!(*start <= *end);
+            return Ok(at);
+        }
         if memory.room() >= room {
-            return Ok(None);
+            return Ok(memory.view().address());
         }
         let padded = CudaMemory::uninit(memory.stream(), memory.dtype(), room)?;
         let at = padded.view().address();
         self.padded.push(padded);
-        Ok(Some(at))
+        Ok(at)
     }
 
     /// A rank's own share is also sent, to itself.

@@ -145,6 +145,10 @@ impl DeviceEngine for HostStaging {
         false
     }
 
+    fn registers_memory(&self) -> Result<(), String> {
+        Err("its collectives copy through the host, not by NCCL".into())
+    }
+
     fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<CollectiveOutput> {
         self.driver("using the device", self.stream.context().bind_to_thread())?;
         self.follow()?;

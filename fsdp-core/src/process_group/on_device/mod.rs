@@ -35,6 +35,14 @@ pub trait DeviceEngine: Send {
     /// See [`Backend::runs_when_issued`].
     fn runs_when_issued(&self) -> bool;
 
+    /// See [`Backend::registers_memory`].
+    ///
+    /// # Errors
+    /// The reason why it does not.
+    fn registers_memory(&self) -> Result<(), String> {
+        Err(format!("the engine of {} does not", self.device()))
+    }
+
     /// Runs a collective of device memory and returns one output for each part or buffer.
     ///
     /// # Errors
@@ -100,6 +108,10 @@ impl Backend for OnDevice {
 
     fn guarantees(&self) -> Guarantees {
         self.engine.guarantees(self.host.guarantees())
+    }
+
+    fn registers_memory(&self) -> Result<(), String> {
+        self.engine.registers_memory()
     }
 
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {

@@ -14,6 +14,7 @@ use std::{
 use super::{
     IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, SUCCESS, SYSTEM_ERROR, Status,
     exchange::{self, Directions, Link, Pending},
+    registered::Registrations,
     transfer::{Seat, Transfer, touches},
 };
 use crate::{
@@ -31,6 +32,7 @@ pub(crate) struct Communicator {
     seed: u64,
     main: Link,
     is_aborted: AtomicBool,
+    pub(super) registrations: Registrations,
     inner: Mutex<Inner>,
 }
 
@@ -95,7 +97,8 @@ impl Communicator {
         };
         let (main, name) = (Link::begin(name.into(), seat), name.into());
         let (is_aborted, inner) = (AtomicBool::new(false), Mutex::new(inner));
-        Communicator { seat, device, name, seed, main, is_aborted, inner }
+        let registrations = Registrations::default();
+        Communicator { seat, device, name, seed, main, is_aborted, registrations, inner }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -210,6 +213,7 @@ impl Communicator {
     /// Aborts pending operations, which end without writing. Peers are not notified.
     pub(crate) fn abort(&self) {
         self.is_aborted.store(true, Ordering::Release);
+        self.registrations.clear();
         // A process group waits for its last collective when it is dropped.
         std::mem::forget(self.main.clone());
         let directions = std::mem::take(&mut self.inner().directions);
@@ -218,6 +222,7 @@ impl Communicator {
 
     /// Starts to disconnect. With some seeds it waits for all ranks, as NCCL may.
     pub(crate) fn finalize(&self) -> Status {
+        self.registrations.must_be_empty("ncclCommFinalize");
         let mut inner = self.inner();
         if inner.status != SUCCESS {
             return inner.status;
@@ -350,7 +355,8 @@ impl Communicator {
         let mut parts = vec![];
         let collectives = collectives(transfers);
         if !collectives.is_empty() {
-            let alike = alike(&collectives);
+            let registered = collectives.iter().filter(|transfer| transfer.is_registered).count();
+            let alike = format!("{}, {registered} of them with registered memory", alike(&collectives));
             let sent = exchange::sent(&collectives, seat);
             let pending = Pending::exchange(&self.main, alike, sent, exchange::expected(&collectives, seat));
             parts.push(Part { of: None, pending, came: None });
@@ -400,6 +406,11 @@ pub(crate) fn find(handle: u64, asked: &str) -> Option<Arc<Communicator>> {
     }
     let found = live().as_ref().and_then(|live| live.get(&handle).cloned());
     Some(found.unwrap_or_else(|| report::fault(format!("`{asked}` uses a communicator that was destroyed or aborted"))))
+}
+
+/// Returns all communicators of this process.
+pub(super) fn communicators() -> Vec<Arc<Communicator>> {
+    live().iter().flat_map(HashMap::values).cloned().collect()
 }
 
 /// Removes a handle.
@@ -492,13 +503,15 @@ pub(crate) fn call(communicator: Option<Arc<Communicator>>, stream: usize, trans
     let status = if checked.is_some() { SUCCESS } else { INVALID_ARGUMENT };
     start();
     GROUP.with_borrow_mut(|group| {
-        let Some((communicator, transfer)) = checked else {
+        let Some((communicator, mut transfer)) = checked else {
             group.refused.get_or_insert(status);
             return;
         };
         if transfer.count == 0 {
             return;
         }
+        let (read, written) = transfer.ranges(communicator.seat);
+        transfer.is_registered = communicator.registrations.serve(transfer.name(), read, written);
         let same = |calls: &&mut Calls| Arc::ptr_eq(&calls.communicator, &communicator) && calls.stream == stream;
         match group.calls.iter_mut().find(same) {
             Some(calls) => calls.transfers.push(transfer),

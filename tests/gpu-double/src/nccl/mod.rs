@@ -13,11 +13,16 @@
 //!   With `GPU_DOUBLE_ABORT=hangs` it never ends.
 //! - The use of a destroyed communicator is a fault.
 //!
+//! - Memory of `ncclMemAlloc` is freed once, without waiting for the device, and after its registrations end. A
+//!   communicator has no registrations when it is finalized or destroyed; an abort ends them. A call that reads registered
+//!   memory also writes registered memory, on all ranks.
+//!
 //! `transfer` is one call and its dtype, `exchange` a group of calls as bytes between ranks, and `communicator` the
-//! state of a rank. This file has the functions themselves.
+//! state of a rank, with its registered memory (`registered`). This file has the functions themselves.
 
 mod communicator;
 mod exchange;
+mod registered;
 #[cfg(test)]
 mod tests;
 mod transfer;
@@ -85,6 +90,44 @@ unsafe fn put<T>(to: *mut T, value: T) -> Status {
     SUCCESS
 }
 
+/// The version, encoded as in nccl.h: `GPU_DOUBLE_NCCL`, or 2.30.7.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> Status {
+    let chosen = std::env::var("GPU_DOUBLE_NCCL").ok().and_then(|number| number.parse().ok());
+    // SAFETY: as documented by NCCL.
+    unsafe { put(version, chosen.unwrap_or(23_007)) }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ncclMemAlloc(at: *mut u64, len: usize) -> Status {
+    match registered::allocate(len) {
+        // SAFETY: as documented by NCCL.
+        Ok(address) => unsafe { put(at, address) },
+        Err(status) => status,
+    }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ncclMemFree(at: u64) -> Status {
+    registered::free(at)
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ncclCommRegister(comm: Handle, at: u64, len: usize, handle: *mut u64) -> Status {
+    let Some(communicator) = find(comm, "ncclCommRegister") else { return INVALID_ARGUMENT };
+    match communicator.register(at, len) {
+        // SAFETY: as documented by NCCL.
+        Some(registration) => unsafe { put(handle, registration) },
+        None => INVALID_ARGUMENT,
+    }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ncclCommDeregister(comm: Handle, handle: u64) -> Status {
+    let Some(communicator) = find(comm, "ncclCommDeregister") else { return INVALID_ARGUMENT };
+    communicator.deregister(handle)
+}
+
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> Status {
     let Ok(name) = std::fs::read_to_string("/proc/sys/kernel/random/uuid") else { return SYSTEM_ERROR };
@@ -149,6 +192,7 @@ pub(crate) extern "C" fn ncclCommFinalize(comm: Handle) -> Status {
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn ncclCommDestroy(comm: Handle) -> Status {
     let Some(communicator) = find(comm, "ncclCommDestroy") else { return INVALID_ARGUMENT };
+    communicator.registrations.must_be_empty("ncclCommDestroy");
     drop(communicator);
     forget(comm);
     SUCCESS
@@ -178,7 +222,8 @@ pub(crate) extern "C" fn ncclGroupEnd() -> Status {
 /// Checks the dtype, and makes a call.
 fn call(asked: &str, comm: Handle, stream: *mut c_void, count: usize, dtype: c_uint, kind: Option<Kind>) -> Status {
     let communicator: Option<Arc<Communicator>> = find(comm, asked);
-    let transfer = kind.zip(Element::of(dtype)).map(|(kind, element)| Transfer { kind, element, count });
+    let transfer = kind.zip(Element::of(dtype));
+    let transfer = transfer.map(|(kind, element)| Transfer { kind, element, count, is_registered: false });
     communicator::call(communicator, stream as usize, transfer)
 }
 

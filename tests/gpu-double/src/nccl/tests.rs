@@ -222,3 +222,26 @@ fn rejects_invalid_calls() {
         assert_eq!(ncclCommDestroy(comm), SUCCESS);
     });
 }
+
+#[test]
+fn registers_memory_of_its_own() {
+    let sums = ranks(&[0, 1], |rank| {
+        rank.ready();
+        let (mut at, mut handle) = (0, 0);
+        // SAFETY: they are places for values.
+        unsafe {
+            assert_eq!(ncclMemAlloc(&raw mut at, 64), SUCCESS);
+            assert_eq!(ncclCommRegister(rank.comm, at, 64, &raw mut handle), SUCCESS);
+        }
+        // SAFETY: it is as much memory, and nothing is queued that uses it.
+        unsafe { (at as *mut f32).copy_from_nonoverlapping([1., 2.].as_ptr(), 2) };
+        ncclAllReduce(at, at, 2, F32, SUM, rank.comm, rank.stream);
+        let sum = rank.down(at, 2);
+        assert_eq!(ncclCommDeregister(rank.comm, handle), SUCCESS);
+        assert_eq!(ncclCommDeregister(rank.comm, handle), INVALID_ARGUMENT);
+        assert_eq!(ncclMemFree(at), SUCCESS);
+        assert_eq!(ncclMemFree(0), SUCCESS);
+        sum
+    });
+    assert_eq!(sums, [[2., 4.]; 2]);
+}

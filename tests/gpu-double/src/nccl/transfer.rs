@@ -28,6 +28,8 @@ pub(crate) struct Transfer {
     pub(crate) kind: Kind,
     pub(crate) element: Element,
     pub(crate) count: usize,
+    /// Whether its memory is registered.
+    pub(crate) is_registered: bool,
 }
 
 /// An address and a number of bytes.

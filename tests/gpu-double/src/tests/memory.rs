@@ -139,14 +139,14 @@ fn detects_early_frees_of_pinned_memory() {
     let (memory, host) = (bench.floats(stream), bench.pinned());
     bench.set(stream, "kernel", memory, 5.0).unwrap();
     bench.to_host(host, memory, stream).unwrap();
-    let message = fault(bench.0.free_pinned(host, "cuMemFreeHost"));
+    let message = fault(bench.0.free_unused(host, "cuMemFreeHost"));
     assert!(message.starts_with("freed too early: `cuMemFreeHost` frees 16 bytes of pinned host memory"), "{message}");
     assert!(
         message.ends_with("the host has not waited for `cuMemcpyDtoHAsync` on stream 1, which uses it"),
         "{message}"
     );
     bench.synchronize(stream);
-    bench.0.free_pinned(host, "cuMemFreeHost").unwrap();
+    bench.0.free_unused(host, "cuMemFreeHost").unwrap();
 }
 
 type Call<'a> = &'a dyn Fn(&Bench, usize);
@@ -184,7 +184,7 @@ fn calls_that_may_wait_for_the_device_sometimes_do() {
             bench.to_host(host, memory, stream).unwrap();
             call(&bench, stream);
             *waits += usize::from(read(host) == [5.0; 4]);
-            fault(bench.0.free_pinned(host, "cuMemFreeHost"));
+            fault(bench.0.free_unused(host, "cuMemFreeHost"));
             assert!(seed > 0 || is_poison(read(host)), "the first schedule never waits");
         }
     }
