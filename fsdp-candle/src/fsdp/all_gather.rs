@@ -81,7 +81,8 @@ impl AllGatherResult {
         let mut start = |AllGatherRequest { ranks, positions, parts, params }: AllGatherRequest| {
             // A custom all-gather may take its outputs in any order.
             let in_place = memory.keep && custom.is_none();
-            let ranks = if memory.from_process_group { ranks.with_registered_memory().map_err(Error::from)? } else { ranks };
+            let ranks =
+                if memory.from_process_group { ranks.with_registered_memory().map_err(Error::from)? } else { ranks };
             let ranks = ranks.signed(unit.signature(positions).with_advice(ALL_GATHER_ADVICE));
             let work = match custom {
                 Some(custom) => custom.all_gather(&ranks, parts, memory.allocator.clone()),

@@ -739,7 +739,10 @@ impl<M> FsdpModule<M> {
     ) -> crate::error::Result<()> {
         if enable {
             for group in self.selected(recurse) {
-                group.params().iter().try_for_each(|param| param.spec.ranks.shard.with_registered_memory().map(drop))?;
+                group
+                    .params()
+                    .iter()
+                    .try_for_each(|param| param.spec.ranks.shard.with_registered_memory().map(drop))?;
             }
         }
         self.change_comm(recurse, |settings| settings.memory_from_process_group = enable);

@@ -103,7 +103,16 @@ impl Call {
             text.push_str(&format!(", {} more", len - SPELLED));
         }
         text.push(')');
-        Call { name, fingerprint: hash.value(), text, parts: announced, signature: None, bytes, row: vec![], uses_registered_memory: false }
+        Call {
+            name,
+            fingerprint: hash.value(),
+            text,
+            parts: announced,
+            signature: None,
+            bytes,
+            row: vec![],
+            uses_registered_memory: false,
+        }
     }
 
     /// Creates a call that moves no data.

@@ -5,8 +5,7 @@ use std::{path::Path, sync::Arc};
 use cudarc::driver::CudaStream;
 use fsdp_core::{
     Allocator, Buffer, DType, GatherPart, ProcessGroup, ReduceOp, Result, ScatterPart, Stream,
-    device::cuda::CudaMemory,
-    process_group::Options,
+    device::cuda::CudaMemory, process_group::Options,
 };
 
 use crate::{

@@ -12,8 +12,8 @@ use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::nn::{CrossEntropyOptions, LoraConfig, cross_entropy, is_adapter};
 use fsdp_candle::{
-    AdamW, AdamWConfig, ContextParallel, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReduceOp, ShardedVarMap, World,
-    clip_grad_norm,
+    AdamW, AdamWConfig, ContextParallel, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReduceOp,
+    ShardedVarMap, World, clip_grad_norm,
 };
 use fsdp_train::data::MicroBatch;
 use fsdp_train::flags::{ActivationPlace, ContextExchange};

@@ -7,7 +7,9 @@ use candle_core::DType;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::{Fallback, Philox};
 use fsdp_candle::nn::is_adapter;
-use fsdp_candle::{ContextParallel, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ShardedVarMap, StateOnDisk, World};
+use fsdp_candle::{
+    ContextParallel, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ShardedVarMap, StateOnDisk, World,
+};
 use fsdp_ckpt::{TensorSource, find_weights};
 use fsdp_train::console::Console;
 use fsdp_train::data::{

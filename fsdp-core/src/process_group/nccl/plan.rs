@@ -35,7 +35,7 @@ pub(super) struct Plan {
     /// Memory of padded shares, where an input or an output has no room for the padding.
     pub(super) padded: Vec<CudaMemory>,
     /// The part of registered memory that is not in use yet. Without it, NCCL reads inputs and writes outputs in place.
-    registered: Option<Range<CUdeviceptr>>,
+    pub(super) registered: Option<Range<CUdeviceptr>>,
     pub(super) outputs: Vec<Buffer>,
     /// Inputs that have other owners.
     pub(super) inputs: Vec<Arc<dyn Readable>>,

@@ -34,9 +34,12 @@ pub(super) fn free(at: u64) -> Status {
     if at == 0 {
         return SUCCESS;
     }
-    let is_own = machine().lock().allocations.find(at).is_some_and(|found| found.base == at && found.is_of("ncclMemAlloc"));
+    let is_own =
+        machine().lock().allocations.find(at).is_some_and(|found| found.base == at && found.is_of("ncclMemAlloc"));
     if !is_own {
-        report::fault(format!("`ncclMemFree` frees {at:#x}, which is not memory of `ncclMemAlloc`, or is free already"));
+        report::fault(format!(
+            "`ncclMemFree` frees {at:#x}, which is not memory of `ncclMemAlloc`, or is free already"
+        ));
     }
     if communicators().iter().any(|communicator| communicator.registrations.overlap(at, 1)) {
         report::fault(format!("`ncclMemFree` frees {at:#x}, which is registered with a communicator"));
@@ -72,7 +75,9 @@ impl Registrations {
     pub(super) fn serve(&self, name: &str, read: Memory, written: Memory) -> bool {
         let used: Vec<bool> = [self.hold(read), self.hold(written)].into_iter().flatten().collect();
         if used.windows(2).any(|pair| pair[0] != pair[1]) {
-            report::fault(format!("`{name}` uses registered and other memory: NCCL needs both or none to be registered"));
+            report::fault(format!(
+                "`{name}` uses registered and other memory: NCCL needs both or none to be registered"
+            ));
         }
         used.first() == Some(&true)
     }
@@ -100,7 +105,9 @@ impl Communicator {
             found.is_of("ncclMemAlloc") && at + len as u64 <= found.base + found.len as u64
         };
         if !machine().lock().allocations.find(at).is_some_and(is_own) {
-            report::fault(format!("`ncclCommRegister` of {len} bytes at {at:#x}, which `ncclMemAlloc` did not allocate"));
+            report::fault(format!(
+                "`ncclCommRegister` of {len} bytes at {at:#x}, which `ncclMemAlloc` did not allocate"
+            ));
         }
         report::count("registration: ncclCommRegister");
         let handle = NEXT.fetch_add(1, Ordering::Relaxed);
