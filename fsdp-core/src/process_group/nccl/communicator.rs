@@ -46,6 +46,8 @@ pub(super) struct Communicator {
     failed: OnceLock<Error>,
     /// Whether it is freed, or about to be.
     is_over: AtomicBool,
+    /// Whether NCCL has freed it.
+    is_freed: AtomicBool,
     pub(super) device: DeviceId,
     timeout: Duration,
 }
@@ -76,6 +78,7 @@ impl Communicator {
             gate: Mutex::new(()),
             failed: OnceLock::new(),
             is_over: AtomicBool::new(raw.is_null()),
+            is_freed: AtomicBool::new(raw.is_null()),
             device,
             timeout: group.timeout,
         };
@@ -223,7 +226,18 @@ impl Communicator {
             // SAFETY: it is alive, and freed once. At most a thread that is blocked in a launch still uses it, which
             // NCCL's documentation allows for aborts.
             let _ = unsafe { sys::ncclCommAbort(raw) };
+            self.set_freed();
         }
+    }
+
+    /// Records that NCCL has freed it.
+    pub(super) fn set_freed(&self) {
+        self.is_freed.store(true, Ordering::Release);
+    }
+
+    /// Returns whether NCCL has freed it.
+    pub(super) fn is_freed(&self) -> bool {
+        self.is_freed.load(Ordering::Acquire)
     }
 
     /// Destroys the communicator once its collectives are done, together with the peers if they do so soon.
@@ -246,6 +260,7 @@ impl Communicator {
                 _ => sys::ncclCommAbort(self.raw),
             }
         };
+        self.set_freed();
     }
 }
 

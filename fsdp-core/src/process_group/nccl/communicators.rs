@@ -103,7 +103,9 @@ impl Abort {
     fn begin(communicators: Vec<Arc<Communicator>>) -> Self {
         let until = Instant::now() + GRACE;
         let _gates: Vec<_> = communicators.iter().map(|communicator| communicator.gate_until(until)).collect();
-        let handles: Vec<_> = communicators.iter().filter_map(|communicator| communicator.take_handle()).collect();
+        // Others may be aborting the rest.
+        let take = |communicator: Arc<Communicator>| Some((communicator.take_handle()?, communicator));
+        let (handles, communicators): (Vec<_>, Vec<_>) = communicators.iter().cloned().filter_map(take).unzip();
         let (ended, ends) = mpsc::channel();
         let abort = move || {
             // SAFETY: they are alive, and nothing else frees them. At most a thread that is blocked in a launch still
@@ -115,6 +117,7 @@ impl Abort {
                 }
                 let _ = sys::ncclGroupEnd();
             }
+            communicators.iter().for_each(|communicator| communicator.set_freed());
             let _ = ended.send(());
         };
         if let Err(error) = std::thread::Builder::new().name("nccl abort".into()).spawn(abort) {

@@ -235,7 +235,10 @@ impl Plan {
         if let Some(Range { start, end }) = &mut self.registered {
             let at = *start;
             *start += (room * memory.dtype().size()).next_multiple_of(ALIGN) as CUdeviceptr;
-            debug_assert!(*start <= *end);
+            if *start > *end {
+                let cause = "registered memory is too small for a collective".to_string();
+                return Err(Error::Device { device: memory.device(), what: "planning NCCL's calls".into(), cause });
+            }
             return Ok(at);
         }
         if memory.room() >= room {

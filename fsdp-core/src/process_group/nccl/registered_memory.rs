@@ -30,8 +30,8 @@ use crate::{
 const FIRST_VERSION: c_int = 21_900;
 /// Sizes of segments are multiples of this: the granularity of device memory.
 const GRANULARITY: usize = 2 << 20;
-/// How long to wait for the device before memory of an aborted communicator is freed.
-const DEADLINE: Duration = Duration::from_secs(5);
+/// How long to wait for the device and for an abort before memory is freed.
+const DEADLINE: Duration = Duration::from_secs(10);
 
 /// NCCL's functions for its own memory.
 struct Functions {
@@ -84,9 +84,9 @@ fn has_functions(version: c_int) -> Result<(), String> {
         return Ok(());
     }
     // Up to 2.8, versions have a digit less.
-    let (major, rest) = if version < 10_000 { (1_000, 100) } else { (10_000, 100) };
-    let (minor, patch) = (version % major / rest, version % rest);
-    Err(format!("NCCL {}.{minor}.{patch} has no registered memory: install 2.19 or newer", version / major))
+    let major = if version < 10_000 { 1_000 } else { 10_000 };
+    let [major, minor, patch] = [version / major, version % major / 100, version % 100];
+    Err(format!("NCCL {major}.{minor}.{patch} has no registered memory: install 2.19 or newer"))
 }
 
 /// Returns the reason why the loaded NCCL has no registered memory, if it has none.
@@ -181,7 +181,7 @@ impl RegisteredMemory {
     /// Deregisters a segment, unless its communicator was aborted, and frees it.
     fn release(&self, functions: &Functions, segment: Segment) {
         if !segment.registration.is_null() {
-            // An abort has removed registrations: NCCL frees what belongs to the communicator.
+            // Fails after an abort, by which NCCL has freed what belongs to the communicator.
             let _ = self.communicator.alone("deregistering memory", |communicator| {
                 // SAFETY: the communicator is alive and has this registration.
                 unsafe { (functions.deregister)(communicator, segment.registration) }
@@ -190,8 +190,8 @@ impl RegisteredMemory {
         segment.free(functions);
     }
 
-    /// Frees all memory, once the device does not use it. Call it when no collective is pending, and before the
-    /// communicator is destroyed.
+    /// Frees all memory, once neither the device nor an abort uses it. Call it when no collective is pending, and before
+    /// the communicator is destroyed.
     pub(super) fn free(&mut self) {
         let Ok(functions) = Functions::get() else { return };
         if self.segments.is_empty() || self.compute.context().bind_to_thread().is_err() {
@@ -199,15 +199,16 @@ impl RegisteredMemory {
         }
         let until = Instant::now() + DEADLINE;
         for segment in std::mem::take(&mut self.segments) {
-            let is_used = || segment.last_use.as_ref().is_some_and(|end| end.try_is_complete() == Ok(false));
+            let is_used = || {
+                let is_in_abort = self.communicator.check().is_err() && !self.communicator.is_freed();
+                is_in_abort || segment.last_use.as_ref().is_some_and(|end| end.try_is_complete() == Ok(false))
+            };
             while is_used() && Instant::now() < until {
                 std::thread::sleep(Duration::from_micros(200));
             }
             match is_used() {
                 false => self.release(functions, segment),
-                true => {
-                    tracing::warn!(bytes = segment.bytes, "the device still uses registered memory: it is not freed")
-                }
+                true => tracing::warn!(bytes = segment.bytes, "the device still uses registered memory: it is not freed"),
             }
         }
     }
