@@ -121,7 +121,7 @@ pub use optim::{
     Adam, AdamConfig, AdamParams, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer,
     ClipOptions, ElementwiseOptimizer, ElementwiseRule, Ema, GradAccumulator, GradNorm, GradScaler, GradScalerState,
     Muon, MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardedOptimizer, ValuesOf,
-    check_finite, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, clip_grads_with_norm, grad_norm,
+    check_finite, clip_factor, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, clip_grads_with_norm, grad_norm,
     group_by_name,
 };
 pub use pattern::NamePattern;

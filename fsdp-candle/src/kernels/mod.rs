@@ -368,11 +368,13 @@ impl NormType {
     }
 }
 
-/// One step of Adam or AdamW: `g = g + l2 p`, `mean = beta1 mean + (1 - beta1) g`, `square = beta2 square + (1 - beta2)
-/// g g`, `p = decay p - step_size mean / (sqrt(square) / root_bias_correction2 + eps)`. With `l2 = 0` the first is
-/// skipped. The numbers are computed in f64; kernels compute in f32, or in f64 for f64.
+/// One step of Adam or AdamW: `g = factor g`, rounded to the gradient's dtype as [`Kernels::scale`] does, `g = g + l2 p`,
+/// `mean = beta1 mean + (1 - beta1) g`, `square = beta2 square + (1 - beta2) g g`, `p = decay p - step_size mean /
+/// (sqrt(square) / root_bias_correction2 + eps)`. With `l2 = 0` the second is skipped. The numbers are computed in f64;
+/// kernels compute in f32, or in f64 for f64.
 #[derive(Clone, Copy)]
 pub(crate) struct AdamUpdate {
+    pub(crate) factor: f64,
     pub(crate) l2: f64,
     pub(crate) decay: f64,
     pub(crate) beta1: f64,
@@ -382,10 +384,12 @@ pub(crate) struct AdamUpdate {
     pub(crate) eps: f64,
 }
 
-/// One step of SGD: `g = g + l2 p`, `buffer = kept buffer + taken g`, `p = p - lr (buffer, or g + nesterov buffer)`.
-/// With `l2 = 0` the first is skipped, and without a buffer the second; then `p = p - lr g`.
+/// One step of SGD: `g = factor g`, rounded to the gradient's dtype as [`Kernels::scale`] does, `g = g + l2 p`,
+/// `buffer = kept buffer + taken g`, `p = p - lr (buffer, or g + nesterov buffer)`. With `l2 = 0` the second is skipped,
+/// and without a buffer the third; then `p = p - lr g`.
 #[derive(Clone, Copy)]
 pub(crate) struct SgdUpdate {
+    pub(crate) factor: f64,
     pub(crate) l2: f64,
     pub(crate) kept: f64,
     pub(crate) taken: f64,

@@ -25,8 +25,16 @@ fn kernels() -> &'static dyn Kernels {
 }
 
 /// A step of Adam.
-const ADAM: AdamUpdate =
-    AdamUpdate { l2: 0., decay: 0.99, beta1: 0.9, beta2: 0.95, step_size: 0.1, root_bias_correction2: 0.7, eps: 1e-6 };
+const ADAM: AdamUpdate = AdamUpdate {
+    factor: 1.,
+    l2: 0.,
+    decay: 0.99,
+    beta1: 0.9,
+    beta2: 0.95,
+    step_size: 0.1,
+    root_bias_correction2: 0.7,
+    eps: 1e-6,
+};
 
 /// Runs a test on the CPU, and on a CUDA device if there is one.
 fn on_every_device(test: impl Fn()) {
@@ -270,7 +278,7 @@ fn rejects_dtypes_and_lengths_that_do_not_fit() {
         k.mix((&mut to()).into(), 1., (&bytes).into(), 1.).unwrap_err();
         k.powers((&bytes).into(), NormType::Two, (&mut double.clone()).into()).unwrap_err();
         k.powers((&single).into(), NormType::Two, (&mut to()).into()).unwrap_err();
-        let sgd = SgdUpdate { l2: 0., kept: 1., taken: 1., nesterov: None, lr: 1. };
+        let sgd = SgdUpdate { factor: 1., l2: 0., kept: 1., taken: 1., nesterov: None, lr: 1. };
         for (grad, mean) in [(&double, &single), (&single, &double), (&short, &single), (&single, &short)] {
             let (mut mean, mut square) = (mean.clone(), to());
             let moments = [(&mut mean).into(), (&mut square).into()];
@@ -444,7 +452,7 @@ fn sgd_matches_the_formula() {
         for (l2, has_buffer, nesterov) in
             [(0., false, None), (0.25, false, None), (0., true, None), (0.25, true, None), (0.25, true, Some(0.8))]
         {
-            let update = SgdUpdate { l2, kept: 0.9, taken: 0.75, nesterov, lr: 0.1 };
+            let update = SgdUpdate { factor: 1., l2, kept: 0.9, taken: 0.75, nesterov, lr: 0.1 };
             every_float_and_length(|dtype, len| {
                 let [p, g, b] = [1, 2, 3].map(|seed| numbers(len, seed));
                 let (grad, mut buffers) = (buffer(dtype, &g), buffer(dtype, &b));
@@ -466,6 +474,51 @@ fn sgd_matches_the_formula() {
                 }
             });
         }
+    });
+}
+
+/// Each step has the bits of a step on the gradient that `scale` multiplied before.
+#[test]
+fn a_step_multiplies_and_rounds_the_gradient_as_a_pass_before_it() {
+    const FACTOR: f64 = 0.37;
+    on_every_device(|| {
+        every_float_and_length(|dtype, len| {
+            let grad = buffer(dtype, &numbers(len, 2));
+            let mut scaled = grad.clone();
+            kernels().scale((&mut scaled).into(), FACTOR).unwrap();
+            // Parameter, moments and 8-bit moments after a step, as bytes.
+            let stepped = |grad: &Buffer, step: &dyn Fn(SliceMut<'_>, Slice<'_>, [SliceMut<'_>; 6])| {
+                let [mut p, mut m] = [1, 3].map(|seed| buffer(dtype, &numbers(len, seed)));
+                let mut v = buffer(dtype, &numbers(len, 4).into_iter().map(f64::abs).collect::<Vec<_>>());
+                let blocks = len.div_ceil(STATE_BLOCK);
+                let [mut codes1, mut codes2] = [(); 2].map(|()| zeros(DType::U8, len));
+                let [mut scales1, mut scales2] = [(); 2].map(|()| zeros(DType::F32, blocks));
+                let state = [&mut m, &mut v, &mut codes1, &mut scales1, &mut codes2, &mut scales2];
+                step((&mut p).into(), grad.into(), state.map(SliceMut::from));
+                [p, m, v, codes1, scales1, codes2, scales2].map(|buffer| bytes(&buffer))
+            };
+            let check = |what: &str, step: &dyn Fn(f64, SliceMut<'_>, Slice<'_>, [SliceMut<'_>; 6])| {
+                let want = stepped(&scaled, &|p, g, state| step(1., p, g, state));
+                assert!(stepped(&grad, &|p, g, state| step(FACTOR, p, g, state)) == want, "{what}, {dtype}, {len}");
+                assert!(len == 0 || stepped(&grad, &|p, g, state| step(1., p, g, state)) != want, "{what}, {dtype}");
+            };
+            for l2 in [0., 0.25] {
+                check("Adam", &|factor, param, grad, [m, v, ..]| {
+                    kernels().adam(&AdamUpdate { factor, l2, ..ADAM }, param, grad, [m, v]).unwrap();
+                });
+                for (has_buffer, nesterov) in [(false, None), (true, None), (true, Some(0.8))] {
+                    check("SGD", &|factor, param, grad, [m, ..]| {
+                        let update = SgdUpdate { factor, l2, kept: 0.9, taken: 0.75, nesterov, lr: 0.1 };
+                        kernels().sgd(&update, param, grad, has_buffer.then_some(m)).unwrap();
+                    });
+                }
+            }
+            if dtype != DType::F64 {
+                check("AdamW of 8 bits", &|factor, param, grad, [_, _, moments @ ..]| {
+                    kernels().adam_8bit(&AdamUpdate { factor, ..ADAM }, param, grad, moments).unwrap();
+                });
+            }
+        });
     });
 }
 

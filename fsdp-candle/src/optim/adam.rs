@@ -88,11 +88,12 @@ impl From<ParamsAdamW> for AdamWConfig {
 const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
 impl<const DECOUPLED: bool> AdamParams<DECOUPLED> {
-    /// Returns the coefficients of one step, computed in f64.
-    fn coefficients(&self, step: u64) -> AdamUpdate {
+    /// Returns the numbers of one step, computed in f64.
+    fn numbers(&self, step: u64, factor: f64) -> AdamUpdate {
         let (beta1, beta2) = self.betas;
         let step = step as f64;
         AdamUpdate {
+            factor,
             l2: if DECOUPLED { 0. } else { self.weight_decay },
             decay: if DECOUPLED { 1. - self.lr * self.weight_decay } else { 1. },
             beta1,
@@ -154,8 +155,8 @@ impl<const DECOUPLED: bool> ElementwiseRule for AdamParams<DECOUPLED> {
         &MOMENTS
     }
 
-    fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {
-        adam(&self.coefficients(step), shard)
+    fn update(&self, step: u64, factor: f64, shard: ShardUpdate<'_>) -> Result<()> {
+        adam(&self.numbers(step, factor), shard)
     }
 }
 
@@ -268,8 +269,8 @@ impl ElementwiseRule for AdamW8bitConfig {
         Ok(MomentKind::Quantized(if name == MOMENTS[0] { Encoding::Values } else { Encoding::SquareRoots }))
     }
 
-    fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {
-        let update = self.adamw().coefficients(step);
+    fn update(&self, step: u64, factor: f64, shard: ShardUpdate<'_>) -> Result<()> {
+        let update = self.adamw().numbers(step, factor);
         let ShardUpdate { kernels, param, grad, parts } = shard;
         match <[SliceMut<'_>; 4]>::try_from(parts) {
             Ok(moments) => kernels.adam_8bit(&update, param, grad, moments),

@@ -35,6 +35,8 @@ pub struct ClipOptions {
 /// As PyTorch's `clip_grad_norm_`, multiplies by `max_norm / (norm + 1e-6)`, at most 1. An infinite gradient makes the
 /// norm infinite and the other gradients zero; a NaN makes the norm NaN. Check the returned norm before a step, or use
 /// [`ClipOptions::error_if_nonfinite`].
+///
+/// If nothing else reads the clipped gradients, [`clip_factor`] gives the same step without a pass over them.
 pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
     clip_grad_norm_with(vars, grads, &ClipOptions { max_norm, norm_type: NormType::Two, error_if_nonfinite: false })
 }
@@ -114,8 +116,32 @@ pub fn clip_grads_with_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_nor
     clip_with_norm(&vars.trainable(), grads, max_norm, total_norm)
 }
 
-fn clip_with_norm(params: &[Arc<FsdpParam>], grads: &mut GradStore, max_norm: f64, total_norm: f64) -> Result<()> {
+/// Returns the factor by which [`clip_grads_with_norm`] multiplies gradients: `max_norm / (total_norm + 1e-6)`, at most
+/// 1, and 1 for a NaN. [`ShardedOptimizer::step_scaled`](crate::ShardedOptimizer::step_scaled) takes it, which saves a
+/// pass over the gradients.
+///
+/// ```
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
+/// use fsdp_candle::{clip_factor, grad_norm, ShardedOptimizer, SGD};
+///
+/// let mut optim = SGD::new(vars.trainable(), 1.)?;
+/// let before = vars.params()[0].var().to_vec2::<f32>()?[0][0];
+/// let grads = model.backward(&model.forward(&x)?.sum_all()?)?; // 8 elements of 3
+/// let norm = grad_norm(&vars, &grads)?;
+/// optim.step_scaled(&grads, clip_factor(1., norm))?; // as clip_grad_norm(&vars, &mut grads, 1.) and a step
+/// let after = vars.params()[0].var().to_vec2::<f32>()?[0][0];
+/// assert!((before - after - 1. / 8f32.sqrt()).abs() < 1e-6);
+/// assert_eq!(grad_norm(&vars, &grads)?, norm); // the gradients did not change
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn clip_factor(max_norm: f64, total_norm: f64) -> f64 {
     let factor = max_norm / (total_norm + 1e-6);
+    if factor < 1. { factor } else { 1. }
+}
+
+fn clip_with_norm(params: &[Arc<FsdpParam>], grads: &mut GradStore, max_norm: f64, total_norm: f64) -> Result<()> {
+    let factor = clip_factor(max_norm, total_norm);
     if factor < 1. {
         let grads = params.iter().filter_map(|param| grads.get(param.var()));
         grads.into_iter().try_for_each(|grad| scale(grad, factor))?;

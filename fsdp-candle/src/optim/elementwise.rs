@@ -15,7 +15,7 @@ use super::hyper_parameters::{HyperParameters, set_hyper, validate};
 use super::moment_kind::MomentKind;
 use super::reach::{Reach, check_not_empty};
 use super::shard_update::ShardUpdate;
-use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
+use super::sharded_optimizer::{ParamGroup, ShardedOptimizer, check_factor};
 use super::state::{Moment, ParamState};
 use crate::disk::StateOnDisk;
 use crate::error::Result;
@@ -43,8 +43,8 @@ pub trait ElementwiseRule: HyperParameters {
         Ok(MomentKind::Full(param.var().dtype()))
     }
 
-    /// Updates a shard in the parameter's step number `step`, from 1.
-    fn update(&self, step: u64, shard: ShardUpdate<'_>) -> candle_core::Result<()>;
+    /// Updates a shard in the parameter's step number `step`, from 1, by its gradient times `factor`.
+    fn update(&self, step: u64, factor: f64, shard: ShardUpdate<'_>) -> candle_core::Result<()>;
 }
 
 /// An elementwise optimizer over shards, such as [`crate::AdamW`].
@@ -168,6 +168,11 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
     /// another map. Warns if none is of the optimizer's parameters. If a disk with the moments
     /// fails, the parameters and moments are neither those before the step nor those after: load a checkpoint.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.step_by(grads, 1.)
+    }
+
+    fn step_by(&mut self, grads: &GradStore, factor: f64) -> Result<()> {
+        check_factor(factor)?;
         let _span = tracing::debug_span!("optimizer").entered();
         let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
@@ -181,14 +186,16 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
             let Some(grad) = next_gradient(state, grads)? else { continue };
             let config = &self.groups[state.group];
             let moments: Vec<&Moment> = state.moments().map(|(_, moment)| moment).collect();
-            let update = |shard: &Tensor| with_state(shard, &grad, &moments, |shard| config.update(state.step, shard));
+            let step = state.step;
+            let update =
+                |shard: &Tensor| with_state(shard, &grad, &moments, |shard| config.update(step, factor, shard));
             state.param.shard.update(update)?;
         }
         if let Some(disk) = &self.disk {
             let params: Vec<&FsdpParam> = self.states.iter().map(|state| &*state.param).collect();
             let update = |at: usize, shard: ShardUpdate<'_>| {
                 let state = &self.states[at];
-                self.groups[state.group].update(state.step, shard)
+                self.groups[state.group].update(state.step, factor, shard)
             };
             disk.step(&params, &on_disk, |at| gradient(&self.states[at], grads), update)?;
         }
@@ -235,6 +242,10 @@ fn checked<C: ElementwiseRule>(groups: Groups<C>) -> Result<(Vec<C>, Vec<Grouped
 impl<C: ElementwiseRule> ShardedOptimizer for ElementwiseOptimizer<C> {
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         ElementwiseOptimizer::step(self, grads)
+    }
+
+    fn step_scaled(&mut self, grads: &GradStore, factor: f64) -> Result<()> {
+        self.step_by(grads, factor)
     }
 
     fn param_groups(&self) -> Vec<ParamGroup> {

@@ -258,9 +258,15 @@ impl GradScaler {
     /// Returns the optimizer's errors. Also returns an error, and updates nothing, when a gradient was not unscaled
     /// since the last update or was already stepped on; a disabled scaler does not check this.
     pub fn step(&mut self, optim: &mut dyn ShardedOptimizer, grads: &GradStore) -> Result<bool> {
+        self.step_scaled(optim, grads, 1.)
+    }
+
+    /// [`GradScaler::step`] by [`ShardedOptimizer::step_scaled`], such as with a [`clip_factor`](crate::clip_factor).
+    /// The factor does not divide by the scale: [`GradScaler::unscale`] does.
+    pub fn step_scaled(&mut self, optim: &mut dyn ShardedOptimizer, grads: &GradStore, factor: f64) -> Result<bool> {
         let overflowed = self.enabled && self.has_overflowed(&optim.states(), grads)?;
         if !overflowed {
-            optim.step(grads)?;
+            optim.step_scaled(grads, factor)?;
         }
         for state in optim.states() {
             if let Some(unscaled) = self.unscaled.get_mut(&state.param.var().id()) {

@@ -30,7 +30,8 @@ pub use adam::{Adam, AdamConfig, AdamParams, AdamW, AdamW8bit, AdamW8bitConfig, 
 pub use candle_optimizer::CandleOptimizer;
 pub use check_finite::{ValuesOf, check_finite};
 pub use clip_grad::{
-    ClipOptions, GradNorm, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, clip_grads_with_norm, grad_norm,
+    ClipOptions, GradNorm, clip_factor, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, clip_grads_with_norm,
+    grad_norm,
 };
 pub use elementwise::{ElementwiseOptimizer, ElementwiseRule};
 pub use ema::Ema;

@@ -16,7 +16,7 @@ use super::elementwise::{check_gradients, check_unique, next_gradient, param_gro
 use super::hyper_parameters::{self as hyper, HyperParameters, set_hyper, validate};
 use super::muon_exchange::{Exchange, MatrixGroup, assign_owners};
 use super::reach::{Reach, check_not_empty};
-use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
+use super::sharded_optimizer::{ParamGroup, ShardedOptimizer, check_factor, scaled_copy};
 use super::state::{Moment, ParamState};
 use crate::error::Result;
 use crate::fsdp::FsdpParam;
@@ -128,20 +128,21 @@ impl Muon {
     }
 }
 
-/// Updates the momentum and returns the update before orthogonalization.
-fn momentum(config: &MuonConfig, state: &ParamState, grad: &Tensor) -> Result<Tensor> {
+/// Updates the momentum by a gradient times a factor. Returns the update before orthogonalization.
+fn momentum(config: &MuonConfig, state: &ParamState, grad: &Tensor, factor: f64) -> Result<Tensor> {
     let buffer = state.tensor(MOMENTUM)?;
-    let grad = &if share_memory(grad, &buffer) { grad.copy()? } else { grad.clone() };
+    let is_copied = config.nesterov || factor != 1. || share_memory(grad, &buffer);
+    let grad = if is_copied { scaled_copy(grad, factor)? } else { grad.clone() };
     let (momentum, rest) = (config.momentum, 1. - config.momentum);
-    with_slice_mut(&buffer, |kernels, buffer| with_slice(grad, |_, grad| kernels.mix(buffer, momentum, grad, rest)))?;
+    with_slice_mut(&buffer, |kernels, buffer| with_slice(&grad, |_, grad| kernels.mix(buffer, momentum, grad, rest)))?;
     if !config.nesterov {
         return Ok(buffer);
     }
-    let update = grad.copy()?;
-    with_slice_mut(&update, |kernels, update| {
+    // The copy of the gradient becomes the update.
+    with_slice_mut(&grad, |kernels, update| {
         with_slice(&buffer, |_, buffer| kernels.mix(update, rest, buffer, momentum))
     })?;
-    Ok(update)
+    Ok(grad)
 }
 
 fn to_bf16(tensor: &Tensor) -> Result<Buffer> {
@@ -155,6 +156,11 @@ impl Muon {
     /// Updates every matrix that has a gradient. Collective: all ranks have gradients of the same matrices. Fails if
     /// the shape or dtype of a gradient is not that of its parameter's shard.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.step_by(grads, 1.)
+    }
+
+    fn step_by(&mut self, grads: &GradStore, factor: f64) -> Result<()> {
+        check_factor(factor)?;
         let _span = tracing::debug_span!("optimizer").entered();
         let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
@@ -165,7 +171,7 @@ impl Muon {
             let before = state.step;
             let grad = next_gradient(state, grads)?;
             updates.push(match (grad, state.step > before) {
-                (Some(grad), _) => Some(to_bf16(&momentum(&self.groups[state.group], state, &grad)?)?),
+                (Some(grad), _) => Some(to_bf16(&momentum(&self.groups[state.group], state, &grad, factor)?)?),
                 // An empty shard.
                 (None, true) => Some(kernels::of_device(state.param.var().device())?.zeros(CoreDType::BF16, 0)?),
                 (None, false) => None,
@@ -219,6 +225,10 @@ impl candle_nn::Optimizer for Muon {
 impl ShardedOptimizer for Muon {
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         Muon::step(self, grads)
+    }
+
+    fn step_scaled(&mut self, grads: &GradStore, factor: f64) -> Result<()> {
+        self.step_by(grads, factor)
     }
 
     fn param_groups(&self) -> Vec<ParamGroup> {

@@ -102,12 +102,12 @@ impl ElementwiseRule for SgdConfig {
         if self.momentum == 0. { &[] } else { &["momentum_buffer"] }
     }
 
-    fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {
+    fn update(&self, step: u64, factor: f64, shard: ShardUpdate<'_>) -> Result<()> {
         let ShardUpdate { kernels, param, grad, parts } = shard;
         // The first gradient becomes the buffer, without dampening.
         let (kept, taken) = if step > 1 { (self.momentum, 1. - self.dampening) } else { (0., 1.) };
         let nesterov = self.nesterov.then_some(self.momentum);
-        let update = SgdUpdate { l2: self.weight_decay, kept, taken, nesterov, lr: self.lr };
+        let update = SgdUpdate { factor, l2: self.weight_decay, kept, taken, nesterov, lr: self.lr };
         kernels.sgd(&update, param, grad, parts.into_iter().next().filter(|_| self.momentum != 0.))
     }
 }

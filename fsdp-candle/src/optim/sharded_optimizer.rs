@@ -12,6 +12,7 @@ use super::state::ParamState;
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
 use crate::pattern::NamePattern;
+use crate::storage::with_slice_mut;
 
 /// An optimizer over the shards of parameters, with groups of parameters and named state. State dicts, checkpoints,
 /// [`crate::GradScaler`] and [`crate::check_finite`] work with it.
@@ -41,6 +42,30 @@ pub trait ShardedOptimizer: Send {
     /// Updates every parameter that has a gradient. All ranks call it; some optimizers communicate. Fails if the shape
     /// or dtype of a gradient is not that of its parameter's shard.
     fn step(&mut self, grads: &GradStore) -> Result<()>;
+
+    /// Takes a step with the gradients of its parameters multiplied by `factor`, such as
+    /// [`clip_factor`](crate::clip_factor). All ranks pass the same factor. The gradients in `grads` stay as they are.
+    /// The result has the bits of a step on gradients that were multiplied and rounded to their dtype before.
+    ///
+    /// [`crate::AdamW`], [`crate::AdamW8bit`], [`crate::Adam`] and [`crate::SGD`] multiply as they read a gradient. The
+    /// default multiplies a copy of the gradients, as [`crate::CandleOptimizer`] does. [`crate::Muon`] copies one at a
+    /// time.
+    ///
+    /// # Errors
+    /// Errors of [`ShardedOptimizer::step`]. Fails, and updates nothing, if the factor is not finite.
+    fn step_scaled(&mut self, grads: &GradStore, factor: f64) -> Result<()> {
+        check_factor(factor)?;
+        if factor == 1. {
+            return self.step(grads);
+        }
+        let own: HashSet<_> = self.states().iter().map(|state| state.param.var().id()).collect();
+        let mut scaled = GradStore::default();
+        for id in grads.get_ids() {
+            let Some(grad) = grads.get_id(*id) else { continue };
+            scaled.insert_id(*id, if own.contains(id) { scaled_copy(grad, factor)? } else { grad.clone() });
+        }
+        self.step(&scaled)
+    }
 
     /// Runs the model's backward, which reduces the gradients, and a step. The same as
     /// `optim.step(&model.backward(&loss)?)`, with the outermost [`FsdpModule`](crate::FsdpModule) around the
@@ -87,6 +112,25 @@ pub trait ShardedOptimizer: Send {
     fn hidden_state(&self) -> Option<String> {
         None
     }
+}
+
+/// Returns an error unless a factor of gradients is finite.
+pub(super) fn check_factor(factor: f64) -> Result<()> {
+    match factor.is_finite() {
+        true => Ok(()),
+        false => Err(Error::Argument(format!(
+            "step_scaled: the gradients' factor is {factor}, expected a finite number: `clip_factor` returns one"
+        ))),
+    }
+}
+
+/// Returns a contiguous copy of a gradient times a factor, rounded to the gradient's dtype.
+pub(super) fn scaled_copy(grad: &Tensor, factor: f64) -> candle_core::Result<Tensor> {
+    let copy = grad.force_contiguous()?;
+    if factor != 1. {
+        with_slice_mut(&copy, |kernels, values| kernels.scale(values, factor))?;
+    }
+    Ok(copy)
 }
 
 /// A group of parameters: one of PyTorch's `param_groups`.
@@ -178,6 +222,10 @@ impl Optimizers {
 impl ShardedOptimizer for Optimizers {
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         self.0.iter_mut().try_for_each(|optim| optim.step(grads))
+    }
+
+    fn step_scaled(&mut self, grads: &GradStore, factor: f64) -> Result<()> {
+        self.0.iter_mut().try_for_each(|optim| optim.step_scaled(grads, factor))
     }
 
     fn param_groups(&self) -> Vec<ParamGroup> {

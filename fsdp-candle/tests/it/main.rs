@@ -48,6 +48,7 @@ mod reported;
 mod requires_grad;
 mod resume;
 mod scale;
+mod scaled_steps;
 mod settings;
 mod sharded_optimizers;
 mod shards_on_disk;

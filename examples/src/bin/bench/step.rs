@@ -13,7 +13,7 @@ use fsdp_candle::initializer::Philox;
 use fsdp_candle::nn::{CrossEntropyOptions, LoraConfig, cross_entropy, is_adapter};
 use fsdp_candle::{
     AdamW, AdamWConfig, ContextParallel, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReduceOp,
-    ShardedVarMap, World, clip_grad_norm,
+    ShardedOptimizer, ShardedVarMap, World, clip_factor, grad_norm,
 };
 use fsdp_train::data::MicroBatch;
 use fsdp_train::flags::{ActivationPlace, ContextExchange};
@@ -336,17 +336,17 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
     let batch = (subject.batch)()?;
     let clock = Clock::start().context("counting what is communicated")?;
     let mut times = [const { Vec::new() }; 6];
-    let (mut loss, mut grad_norm, mut faults) = (0., 0., vec![]);
+    let (mut loss, mut norm, mut faults) = (0., 0., vec![]);
     for step in 0..=args.steps {
         world.group().barrier().wait()?;
         let faults_so_far = page_faults();
         let (start, so_far) = (Instant::now(), clock.read());
         let of_batch = (subject.loss)(&batch)?;
         let forward = start.elapsed();
-        let mut grads = (subject.backward)(&of_batch)?;
+        let grads = (subject.backward)(&of_batch)?;
         let backward = start.elapsed();
-        grad_norm = clip_grad_norm(vars, &mut grads, 1.)?;
-        optim.step(&grads)?;
+        norm = grad_norm(vars, &grads)?;
+        optim.step_scaled(&grads, clip_factor(1., norm))?;
         world.device().synchronize()?;
         let end = start.elapsed();
         let new_faults = page_faults() - faults_so_far;
@@ -403,7 +403,7 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
         peak_rss_bytes: of_ranks(0),
         page_faults: of_ranks(1),
         loss,
-        grad_norm,
+        grad_norm: norm,
     };
     if args.json {
         return print(serde_json::to_string(&report)?);

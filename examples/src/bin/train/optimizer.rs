@@ -275,18 +275,20 @@ impl LossScale {
         Ok(scaler.unscale(vars, grads)? && scaler.current_scale() > LEAST)
     }
 
-    /// Takes the step unless the gradients overflowed. In that case, returns a description and lowers the scale.
+    /// Takes the step by the gradients times `factor` unless they overflowed. In that case, returns a description and
+    /// lowers the scale.
     pub(crate) fn step(
         &mut self,
         optim: &mut dyn ShardedOptimizer,
         grads: &GradStore,
+        factor: f64,
     ) -> anyhow::Result<Option<String>> {
         let Some(scaler) = &mut self.scaler else {
-            optim.step(grads)?;
+            optim.step_scaled(grads, factor)?;
             return Ok(None);
         };
         let scale = scaler.current_scale();
-        let stepped = scaler.step(optim, grads)?;
+        let stepped = scaler.step_scaled(optim, grads, factor)?;
         scaler.update()?;
         let next = scaler.current_scale();
         Ok((!stepped).then(|| {

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 
 use anyhow::bail;
 use candle_core::backprop::GradStore;
-use fsdp_candle::{FsdpModule, GradNorm, ShardedOptimizer, ShardedVarMap, clip_grads_with_norm};
+use fsdp_candle::{FsdpModule, GradNorm, ShardedOptimizer, ShardedVarMap, clip_factor};
 use fsdp_train::models::LanguageModel;
 
 use crate::args::Args;
@@ -30,7 +30,6 @@ struct Running {
     stepping: Option<JoinHandle<Stepped>>,
     on_disk: bool,
     norm: GradNorm,
-    vars: ShardedVarMap,
     /// Largest norm, and the last step's norm.
     clip: Option<(f64, f64)>,
     /// The error of a step, which Candle's backward passes on as text.
@@ -42,15 +41,13 @@ type Stepped = (Box<dyn ShardedOptimizer>, fsdp_candle::Result<()>);
 
 impl Running {
     /// Steps a unit, or begins to.
-    fn step(&mut self, mut grads: GradStore) -> fsdp_candle::Result<()> {
+    fn step(&mut self, grads: GradStore) -> fsdp_candle::Result<()> {
         self.norm.add(&grads)?;
-        if let Some((max, norm)) = self.clip {
-            clip_grads_with_norm(&self.vars, &mut grads, max, norm)?;
-        }
+        let factor = self.clip.map_or(1., |(max, norm)| clip_factor(max, norm));
         self.wait()?;
         let Some(mut optim) = self.optim.take() else { return Ok(()) };
         let step = move || {
-            let stepped = optim.step(&grads);
+            let stepped = optim.step_scaled(&grads, factor);
             (optim, stepped)
         };
         if self.on_disk {
@@ -101,8 +98,8 @@ impl StepInBackward {
         last_norm: Option<f64>,
     ) -> anyhow::Result<()> {
         let (norm, clip) = (GradNorm::new(vars), self.max_norm.zip(last_norm));
-        let (optim, vars, on_disk) = (optim.take(), vars.clone(), self.on_disk);
-        let running = Running { optim, stepping: None, on_disk, norm, vars, clip, failed: None };
+        let (optim, on_disk) = (optim.take(), self.on_disk);
+        let running = Running { optim, stepping: None, on_disk, norm, clip, failed: None };
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::Context;
 use candle_core::backprop::GradStore;
 use fsdp_candle::random::{self, RngState};
-use fsdp_candle::{Recurse, ReduceOp, ShardedVarMap, World, clip_grad_norm, grad_norm};
+use fsdp_candle::{Recurse, ReduceOp, ShardedVarMap, World, clip_factor, grad_norm};
 use fsdp_train::console::Console;
 use fsdp_train::metrics::{DataRecord, Rewards, StepRecord, peak_memory_bytes};
 use indicatif::BinaryBytes;
@@ -130,7 +130,7 @@ impl<'a> Trainer<'a> {
         let lr = self.optim.set_learning_rates(step);
         let Accumulated { mut grads, loss: own_loss, rewards } = self.accumulate(step)?;
         let overflowed = self.loss_scale.unscale(&self.vars, &mut grads)?;
-        let norm = self.clip(step, &mut grads)?;
+        let norm = self.norm(step, &grads)?;
 
         // A non-finite value on any rank makes the mean non-finite. All ranks then stop before the weights change.
         // With f16, non-finite gradients may only have overflowed.
@@ -142,9 +142,10 @@ impl<'a> Trainer<'a> {
             let bad = NonFiniteStep { step, loss, own_loss, norm, grads, loss_scale: self.loss_scale.current() };
             anyhow::bail!(bad.explain(self.world, &self.vars, self.optim.get(), &mut self.checkpoints)?);
         }
+        let factor = self.clip_factor(norm);
         let skipped = match self.in_backward {
             Some(_) => Ok(None),
-            None => self.loss_scale.step(self.optim.get_mut(), &grads),
+            None => self.loss_scale.step(self.optim.get_mut(), &grads, factor),
         };
         let skipped = skipped.map_err(|error| self.checkpoints.explain_failed_step(step, error))?;
         drop(grads);
@@ -222,15 +223,22 @@ impl<'a> Trainer<'a> {
         Ok(Accumulated { grads: grads.context("--grad-accum is at least 1")?, loss: own_loss, rewards })
     }
 
-    /// Clips the gradients to --clip-grad-norm, unless the optimizer has stepped in backward. Returns their norm before.
-    fn clip(&mut self, step: usize, grads: &mut GradStore) -> anyhow::Result<f64> {
-        match (&self.in_backward, self.args.clip_grad_norm) {
-            (Some(in_backward), _) => {
+    /// Returns the norm of the gradients, which an optimizer that stepped in backward has read.
+    fn norm(&mut self, step: usize, grads: &GradStore) -> anyhow::Result<f64> {
+        match &self.in_backward {
+            Some(in_backward) => {
                 let norm = in_backward.end(&mut self.optim);
                 norm.map_err(|error| self.checkpoints.explain_failed_step(step, error))
             }
-            (None, 0.) => Ok(grad_norm(&self.vars, grads)?),
-            (None, max) => Ok(clip_grad_norm(&self.vars, grads, max)?),
+            None => Ok(grad_norm(&self.vars, grads)?),
+        }
+    }
+
+    /// Returns the factor that clips gradients of this norm to --clip-grad-norm.
+    fn clip_factor(&self, norm: f64) -> f64 {
+        match self.args.clip_grad_norm {
+            0. => 1.,
+            max => clip_factor(max, norm),
         }
     }
 

@@ -10,16 +10,22 @@ pub(super) fn run_adam<T: Float, const L2: bool>(
     grads: &[T],
     (means, squares): (&mut [T], &mut [T]),
 ) {
-    let adam = Adam::<T::Real>::of(update);
+    let (adam, factor) = (Adam::<T::Real>::of(update), T::Real::of(update.factor));
     for (((p, &g), m), v) in params.iter_mut().zip(grads).zip(means).zip(squares) {
-        let (value, mean, square) = adam.step::<L2>(p.get(), g.get(), m.get(), v.get());
+        let (value, mean, square) = adam.step::<L2>(p.get(), scaled(g, factor), m.get(), v.get());
         *m = T::put(mean);
         *v = T::put(square);
         *p = T::put(value);
     }
 }
 
-/// Adam's numbers in the type of the arithmetic.
+/// Returns a gradient times a factor, with the rounding of `Kernels::scale`.
+#[inline(always)]
+fn scaled<T: Float>(grad: T, factor: T::Real) -> T::Real {
+    T::put(grad.get() * factor).get()
+}
+
+/// Adam's numbers in the type of the arithmetic, without the factor.
 #[derive(Clone, Copy)]
 struct Adam<R> {
     l2: R,
@@ -66,7 +72,7 @@ pub(super) fn run_adam_8bit<T: Float<Real = f32>>(
     (codes1, scales1): (&mut [u8], &mut [f32]),
     (codes2, scales2): (&mut [u8], &mut [f32]),
 ) {
-    let adam = Adam::<f32>::of(update);
+    let (adam, factor) = (Adam::<f32>::of(update), update.factor as f32);
     let (mut means, mut roots) = ([0f32; STATE_BLOCK], [0f32; STATE_BLOCK]);
     let (magnitudes1, magnitudes2) = (&*SIGNED, &*UNSIGNED);
     let moments = codes1.chunks_mut(STATE_BLOCK).zip(scales1).zip(codes2.chunks_mut(STATE_BLOCK).zip(scales2));
@@ -78,8 +84,8 @@ pub(super) fn run_adam_8bit<T: Float<Real = f32>>(
             *mean = decode_signed(magnitudes1, code1) * *scale1;
             *root = magnitudes2.values[usize::from(code2)] * *scale2;
         }
-        for (((p, g), mean), root) in params.iter_mut().zip(grads).zip(means.iter_mut()).zip(roots.iter_mut()) {
-            let (value, m, v) = adam.step::<false>(p.get(), g.get(), *mean, *root * *root);
+        for (((p, &g), mean), root) in params.iter_mut().zip(grads).zip(means.iter_mut()).zip(roots.iter_mut()) {
+            let (value, m, v) = adam.step::<false>(p.get(), scaled(g, factor), *mean, *root * *root);
             (*mean, *root) = (m, v.sqrt());
             *p = T::put(value);
         }
@@ -105,8 +111,9 @@ pub(super) fn run_sgd<T: Float, const L2: bool>(
     buffers: Option<&mut [T]>,
 ) {
     let real = T::Real::of;
-    let (l2, kept, taken, lr) = (real(update.l2), real(update.kept), real(update.taken), real(update.lr));
-    let decayed = |p: &T, g: &T| if L2 { g.get() + l2 * p.get() } else { g.get() };
+    let (factor, l2, kept, taken, lr) =
+        (real(update.factor), real(update.l2), real(update.kept), real(update.taken), real(update.lr));
+    let decayed = |p: &T, &g: &T| if L2 { scaled(g, factor) + l2 * p.get() } else { scaled(g, factor) };
     let Some(buffers) = buffers else {
         params.iter_mut().zip(grads).for_each(|(p, g)| *p = T::put(p.get() - lr * decayed(p, g)));
         return;

@@ -31,13 +31,14 @@ template <int N, class T> static __device__ void add(T* sum, const T* more, u64 
     store(sum + at, sums);
   }
 }
-template <int N, class T> static __device__ void scale(T* values, u64 count, double factor) {
-  typedef Float<T> F;
-  const typename F::Real by = (typename F::Real)factor;
+template <class T> static __device__ T scaled(T value, REAL factor) {
+  return Float<T>::put(Float<T>::get(value) * factor);
+}
+template <int N, class T> static __device__ void scale(T* values, u64 count, REAL factor) {
   EACH_PACK(at, count) {
-    Pack<T, N> scaled = load<N>(values + at);
-    for (int i = 0; i < N; i++) scaled.at[i] = F::put(F::get(scaled.at[i]) * by);
-    store(values + at, scaled);
+    Pack<T, N> pack = load<N>(values + at);
+    for (int i = 0; i < N; i++) pack.at[i] = scaled(pack.at[i], factor);
+    store(values + at, pack);
   }
 }
 #define ADD_AND_SCALE(name, T) \
@@ -45,7 +46,7 @@ template <int N, class T> static __device__ void scale(T* values, u64 count, dou
     BY_PACKS(are_packs<PACK>(sum, more), count, add, sum, more, count); \
   } \
   KERNEL(scale_##name)(T* values, u64 count, double factor) { \
-    BY_PACKS(are_packs<PACK>(values), count, scale, values, count, factor); \
+    BY_PACKS(are_packs<PACK>(values), count, scale, values, count, (Float<T>::Real)factor); \
   }
 FLOATS(ADD_AND_SCALE)
 
@@ -148,16 +149,18 @@ KERNEL(total)(const double* shares, u64 count, u32 of, double* result) {
 
 // ---- optimizers ----
 
+// `factor` multiplies gradients, with the rounding of `scale`.
+
 template <int N, class T>
-static __device__ void adam(T* param, const T* grad, T* means, T* squares, u64 count, REAL l2, REAL decay, REAL beta1,
-                            REAL rest1, REAL beta2, REAL rest2, REAL step_size, REAL root, REAL eps) {
+static __device__ void adam(T* param, const T* grad, T* means, T* squares, u64 count, REAL factor, REAL l2, REAL decay,
+                            REAL beta1, REAL rest1, REAL beta2, REAL rest2, REAL step_size, REAL root, REAL eps) {
   typedef Float<T> F;
   typedef typename F::Real R;
   EACH_PACK(at, count) {
     Pack<T, N> values = load<N>(param + at), firsts = load<N>(means + at), seconds = load<N>(squares + at);
     const Pack<T, N> grads = load<N>(grad + at);
     for (int i = 0; i < N; i++) {
-      R g = F::get(grads.at[i]);
+      R g = F::get(scaled(grads.at[i], factor));
       if (l2 != 0) g = g + l2 * F::get(values.at[i]);
       const R mean = beta1 * F::get(firsts.at[i]) + rest1 * g;
       const R square = beta2 * F::get(seconds.at[i]) + rest2 * g * g;
@@ -171,22 +174,23 @@ static __device__ void adam(T* param, const T* grad, T* means, T* squares, u64 c
   }
 }
 #define ADAM(name, T) \
-  KERNEL(adam_##name)(T* param, const T* grad, T* means, T* squares, u64 count, double l2, double decay, \
-                      double beta1, double rest1, double beta2, double rest2, double step_size, double root, \
-                      double eps) { \
+  KERNEL(adam_##name)(T* param, const T* grad, T* means, T* squares, u64 count, double factor, double l2, \
+                      double decay, double beta1, double rest1, double beta2, double rest2, double step_size, \
+                      double root, double eps) { \
     typedef Float<T>::Real R; \
-    BY_PACKS(are_packs<PACK>(param, grad, means, squares), count, adam, param, grad, means, squares, count, (R)l2, \
-             (R)decay, (R)beta1, (R)rest1, (R)beta2, (R)rest2, (R)step_size, (R)root, (R)eps); \
+    BY_PACKS(are_packs<PACK>(param, grad, means, squares), count, adam, param, grad, means, squares, count, \
+             (R)factor, (R)l2, (R)decay, (R)beta1, (R)rest1, (R)beta2, (R)rest2, (R)step_size, (R)root, (R)eps); \
   }
 FLOATS(ADAM)
 
-template <int N, class T> static __device__ void sgd(T* param, const T* grad, u64 count, REAL l2, REAL lr) {
+template <int N, class T>
+static __device__ void sgd(T* param, const T* grad, u64 count, REAL factor, REAL l2, REAL lr) {
   typedef Float<T> F;
   EACH_PACK(at, count) {
     Pack<T, N> values = load<N>(param + at);
     const Pack<T, N> grads = load<N>(grad + at);
     for (int i = 0; i < N; i++) {
-      REAL g = F::get(grads.at[i]);
+      REAL g = F::get(scaled(grads.at[i], factor));
       if (l2 != 0) g = g + l2 * F::get(values.at[i]);
       values.at[i] = F::put(F::get(values.at[i]) - lr * g);
     }
@@ -194,14 +198,14 @@ template <int N, class T> static __device__ void sgd(T* param, const T* grad, u6
   }
 }
 template <int N, class T>
-static __device__ void momentum(T* param, const T* grad, T* buffers, u64 count, bool is_nesterov, REAL l2, REAL kept,
-                                REAL taken, REAL nesterov, REAL lr) {
+static __device__ void momentum(T* param, const T* grad, T* buffers, u64 count, bool is_nesterov, REAL factor, REAL l2,
+                                REAL kept, REAL taken, REAL nesterov, REAL lr) {
   typedef Float<T> F;
   EACH_PACK(at, count) {
     Pack<T, N> values = load<N>(param + at), moments = load<N>(buffers + at);
     const Pack<T, N> grads = load<N>(grad + at);
     for (int i = 0; i < N; i++) {
-      REAL g = F::get(grads.at[i]);
+      REAL g = F::get(scaled(grads.at[i], factor));
       if (l2 != 0) g = g + l2 * F::get(values.at[i]);
       const REAL moment = kept * F::get(moments.at[i]) + taken * g;
       moments.at[i] = F::put(moment);
@@ -212,15 +216,15 @@ static __device__ void momentum(T* param, const T* grad, T* buffers, u64 count, 
   }
 }
 #define SGD(name, T) \
-  KERNEL(sgd_##name)(T* param, const T* grad, u64 count, double l2, double lr) { \
+  KERNEL(sgd_##name)(T* param, const T* grad, u64 count, double factor, double l2, double lr) { \
     typedef Float<T>::Real R; \
-    BY_PACKS(are_packs<PACK>(param, grad), count, sgd, param, grad, count, (R)l2, (R)lr); \
+    BY_PACKS(are_packs<PACK>(param, grad), count, sgd, param, grad, count, (R)factor, (R)l2, (R)lr); \
   } \
-  KERNEL(momentum_##name)(T* param, const T* grad, T* buffers, u64 count, u32 is_nesterov, double l2, double kept, \
-                          double taken, double nesterov, double lr) { \
+  KERNEL(momentum_##name)(T* param, const T* grad, T* buffers, u64 count, u32 is_nesterov, double factor, double l2, \
+                          double kept, double taken, double nesterov, double lr) { \
     typedef Float<T>::Real R; \
     BY_PACKS(are_packs<PACK>(param, grad, buffers), count, momentum, param, grad, buffers, count, is_nesterov != 0, \
-             (R)l2, (R)kept, (R)taken, (R)nesterov, (R)lr); \
+             (R)factor, (R)l2, (R)kept, (R)taken, (R)nesterov, (R)lr); \
   }
 FLOATS(SGD)
 
@@ -377,8 +381,8 @@ static __device__ float largest_of_block(float mine) {
 // Runs a block of threads for each block of values that shares a scale.
 template <class T>
 static __device__ void adam_8bit(T* param, const T* grad, u8* codes1, float* scales1, u8* codes2, float* scales2,
-                                 u64 count, float decay, float beta1, float rest1, float beta2, float rest2,
-                                 float step_size, float root, float eps) {
+                                 u64 count, float factor, float decay, float beta1, float rest1, float beta2,
+                                 float rest2, float step_size, float root, float eps) {
   typedef Float<T> F;
   __shared__ Signed magnitudes1;
   __shared__ Unsigned magnitudes2;
@@ -387,7 +391,7 @@ static __device__ void adam_8bit(T* param, const T* grad, u8* codes1, float* sca
   const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   float mean = 0, square_root = 0;
   if (i < count) {
-    const float g = F::get(grad[i]);
+    const float g = F::get(scaled(grad[i], factor));
     const float old = magnitudes2.of(codes2[i]) * scales2[blockIdx.x];
     mean = beta1 * (magnitudes1.of(codes1[i]) * scales1[blockIdx.x]) + rest1 * g;
     const float square = beta2 * (old * old) + rest2 * g * g;
@@ -406,10 +410,10 @@ static __device__ void adam_8bit(T* param, const T* grad, u8* codes1, float* sca
 }
 #define ADAM_8BIT(name, T) \
   KERNEL(adam_8bit_##name)(T* param, const T* grad, u8* codes1, float* scales1, u8* codes2, float* scales2, \
-                           u64 count, double decay, double beta1, double rest1, double beta2, double rest2, \
-                           double step_size, double root, double eps) { \
-    adam_8bit(param, grad, codes1, scales1, codes2, scales2, count, (float)decay, (float)beta1, (float)rest1, \
-              (float)beta2, (float)rest2, (float)step_size, (float)root, (float)eps); \
+                           u64 count, double factor, double decay, double beta1, double rest1, double beta2, \
+                           double rest2, double step_size, double root, double eps) { \
+    adam_8bit(param, grad, codes1, scales1, codes2, scales2, count, (float)factor, (float)decay, (float)beta1, \
+              (float)rest1, (float)beta2, (float)rest2, (float)step_size, (float)root, (float)eps); \
   }
 ADAM_8BIT(f32, float)
 ADAM_8BIT(bf16, bf16)

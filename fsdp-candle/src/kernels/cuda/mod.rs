@@ -260,7 +260,7 @@ impl Kernels for CudaKernels {
         let (param, grad) = (self.view_mut(param)?, self.view(grad)?);
         let (means, squares) = (self.view_mut(means)?, self.view_mut(squares)?);
         let mut args = vec![param.into(), grad.into(), means.into(), squares.into(), len.into()];
-        args.extend(numbers(update).map(Arg::from));
+        args.extend([update.factor, update.l2].into_iter().chain(numbers(update)).map(Arg::from));
         // SAFETY: the kernel's arguments, of one dtype and length.
         unsafe { self.run_packs(&kernel, len, &args) }
     }
@@ -281,14 +281,14 @@ impl Kernels for CudaKernels {
         }
         let (param, grad) = (self.view_mut(param)?, self.view(grad)?);
         let buffer = buffer.map(|buffer| self.view_mut(buffer)).transpose()?;
-        let SgdUpdate { l2, kept, taken, nesterov, lr } = *update;
+        let SgdUpdate { factor, l2, kept, taken, nesterov, lr } = *update;
         let Some(buffer) = buffer else {
-            let args = [param.into(), grad.into(), len.into(), l2.into(), lr.into()];
+            let args = [param.into(), grad.into(), len.into(), factor.into(), l2.into(), lr.into()];
             // SAFETY: the kernel's arguments, of one dtype and length.
             return unsafe { self.run_packs(&format!("sgd_{float}"), len, &args) };
         };
         let mut args = vec![param.into(), grad.into(), buffer.into(), len.into(), u32::from(nesterov.is_some()).into()];
-        args.extend([l2, kept, taken, nesterov.unwrap_or(0.), lr].map(Arg::from));
+        args.extend([factor, l2, kept, taken, nesterov.unwrap_or(0.), lr].map(Arg::from));
         // SAFETY: the kernel's arguments, of one dtype and length.
         unsafe { self.run_packs(&format!("momentum_{float}"), len, &args) }
     }
@@ -329,7 +329,7 @@ impl Kernels for CudaKernels {
         if len == 0 {
             return Ok(());
         }
-        args.extend(numbers(update).into_iter().skip(1).map(Arg::from));
+        args.extend(std::iter::once(update.factor).chain(numbers(update)).map(Arg::from));
         let Ok(grid) = u32::try_from(blocks) else { bail!("{blocks} blocks are more than one launch takes") };
         let config =
             LaunchConfig { grid_dim: (grid, 1, 1), block_dim: (STATE_BLOCK as u32, 1, 1), shared_mem_bytes: 0 };
@@ -516,8 +516,8 @@ pub(super) fn clear(cuda: &CudaKernels, to: CudaView<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Returns Adam's numbers in the order of the kernels' arguments.
-pub(super) fn numbers(update: &AdamUpdate) -> [f64; 9] {
-    let AdamUpdate { l2, decay, beta1, beta2, step_size, root_bias_correction2, eps } = *update;
-    [l2, decay, beta1, 1. - beta1, beta2, 1. - beta2, step_size, root_bias_correction2, eps]
+/// Returns the numbers that follow `factor` and `l2` in the arguments of Adam's kernels. With 8 bits there is no `l2`.
+fn numbers(update: &AdamUpdate) -> [f64; 8] {
+    let AdamUpdate { decay, beta1, beta2, step_size, root_bias_correction2, eps, .. } = *update;
+    [decay, beta1, 1. - beta1, beta2, 1. - beta2, step_size, root_bias_correction2, eps]
 }
