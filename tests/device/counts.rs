@@ -24,6 +24,19 @@ fn a_step_copies_nothing_of_more_than_4_kib_from_pageable_memory() {
     assert_eq!([more("of more than 4 KiB"), more("of at most 4 KiB")], [0, 2]);
 }
 
+/// The optimizer multiplies gradients as it reads them.
+#[test]
+fn clipping_launches_and_allocates_nothing() {
+    let counts = |max: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let flags = ["--clip-grad-norm", max];
+        TrainRun { steps: 2, flags: &flags, ..TrainRun::recorded("llama_tiny", 1) }.start(dir.path()).ok();
+        let counts = Counts::of(dir.path(), 1).remove(0);
+        ["operation", "allocation", "event", "host synchronisation"].map(|category| counts.by_name(category))
+    };
+    assert_eq!(counts("0.001"), counts("0"));
+}
+
 #[test]
 fn a_step_waits_only_for_loss_and_norm_and_allocates_nothing() {
     let (first, short, long) = (counts(1), counts(3), counts(7));
@@ -48,7 +61,8 @@ fn a_step_waits_only_for_loss_and_norm_and_allocates_nothing() {
         assert_eq!(a_step("nccl", ""), 60);
         assert_eq!(a_step("operation", "nccl"), 10);
         assert_eq!((a_step("event", "cuEventRecord"), a_step("event", "cuStreamWaitEvent")), (22, 20));
-        assert_eq!(a_step("allocation", "cuMemAllocAsync"), 341);
+        assert_eq!((a_step("operation", "kernel"), a_step("operation", "cuMemset")), (185, 142));
+        assert_eq!(a_step("allocation", "cuMemAllocAsync"), 310);
         // A batch needs a new page-locked buffer while the device is still to copy from the older ones.
         let pinned = |counts: &Counts| counts.sum("allocation", |name| name == "cuMemHostAlloc");
         assert!(pinned(long) <= pinned(short) + 2, "{} and {}", pinned(short), pinned(long));

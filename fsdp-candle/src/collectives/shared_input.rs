@@ -92,7 +92,7 @@ impl SharedInput {
     /// [`SharedInput::node`].
     pub(crate) fn add_gradient(&self, gradient: Tensor) -> Result<Option<Tensor>> {
         match &self.token {
-            Some((token, collected)) => Running::current().add_owned(*collected, gradient, token).map(Some),
+            Some((token, collected)) => Running::current().add_owned(*collected, gradient, token),
             None => Ok(None),
         }
     }

@@ -554,7 +554,7 @@ impl FsdpParam {
     pub(super) fn store_gradient(&self, grad: Tensor, grads: &mut GradStore) -> Result<()> {
         self.has_handed_out.store(true, Ordering::Relaxed);
         match self.spec.region.is_empty() {
-            true => grads.insert(&self.anchor, self.anchor.zeros_like()?),
+            true => grads.insert(&self.anchor, self.anchor.detach()),
             false => grads.insert(self.shard.var().as_tensor(), grad),
         };
         Ok(())

@@ -121,7 +121,7 @@ impl Backward for PassAnchor {
         if UNREPORTED.get() == 0 && param.is_trained() {
             param.post_pass(self.pass)?;
         }
-        Ok(Some(anchor.zeros_like()?))
+        Ok(Some(anchor.detach()))
     }
 }
 
@@ -137,6 +137,6 @@ impl Backward for Unshard {
         if param.is_trained() {
             param.add_gradient(grad)?;
         }
-        Ok(Some(anchor.zeros_like()?))
+        Ok(Some(anchor.detach()))
     }
 }

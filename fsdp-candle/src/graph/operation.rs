@@ -277,10 +277,10 @@ impl GraphOp {
         for ((gradient, source), argument) in found.iter_mut().zip(&sources).zip(arguments) {
             let Some(BypassedSource { slot, .. }) = source else { continue };
             // Candle needs a gradient of every node that it visits. A token's is a scalar.
-            *gradient = Some(match gradient.take() {
+            *gradient = match gradient.take() {
                 Some(gradient) => running.add(slot.key, gradient, argument)?,
-                None => argument.detach(),
-            });
+                None => Some(argument.detach()),
+            };
         }
         Ok(found)
     }

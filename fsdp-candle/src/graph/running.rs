@@ -82,8 +82,8 @@ impl Running {
     }
 
     /// Adds a gradient whose memory others may hold. Returns the gradient that Candle's store gets for `node`, the
-    /// scalar whose backward takes the sum.
-    pub(crate) fn add(self: &Arc<Self>, key: Key, gradient: Tensor, node: &Tensor) -> Result<Tensor> {
+    /// scalar whose backward takes the sum, or `None` if the store has one.
+    pub(crate) fn add(self: &Arc<Self>, key: Key, gradient: Tensor, node: &Tensor) -> Result<Option<Tensor>> {
         self.add_by(key, node, |known| match known {
             None => Ok(Gradient::Moved(gradient)),
             Some(Gradient::Moved(first)) => Ok(Gradient::Owned(sum(&first, &gradient)?)),
@@ -92,7 +92,7 @@ impl Running {
     }
 
     /// [`Running::add`] of a gradient that has no other reader.
-    pub(crate) fn add_owned(self: &Arc<Self>, key: Key, gradient: Tensor, node: &Tensor) -> Result<Tensor> {
+    pub(crate) fn add_owned(self: &Arc<Self>, key: Key, gradient: Tensor, node: &Tensor) -> Result<Option<Tensor>> {
         self.add_by(key, node, |known| {
             Ok(Gradient::Owned(match known {
                 None => gradient.contiguous()?,
@@ -107,13 +107,13 @@ impl Running {
         key: Key,
         node: &Tensor,
         add: impl FnOnce(Option<Gradient>) -> Result<Gradient>,
-    ) -> Result<Tensor> {
+    ) -> Result<Option<Tensor>> {
         let known = self.gradients.lock().remove(&key);
         let is_first = known.is_none();
         let sum = add(known)?;
         self.gradients.lock().insert(key, sum);
         // The store keeps the first until it reaches the node.
-        if is_first { self.hold(node) } else { Ok(node.detach()) }
+        is_first.then(|| self.hold(node)).transpose()
     }
 
     /// Leaves the only gradient at a place. Use [`Running::hold`] for the node whose backward takes it.

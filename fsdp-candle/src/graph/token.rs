@@ -146,7 +146,7 @@ struct Output {
 
 impl Output {
     fn backward(&self, [token]: &[&Tensor; 1], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 1]> {
-        Ok([Some(Running::current().add(self.slot.key, gradient.clone(), token)?)])
+        Ok([Running::current().add(self.slot.key, gradient.clone(), token)?])
     }
 }
 

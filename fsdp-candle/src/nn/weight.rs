@@ -119,7 +119,7 @@ impl Weight {
             }
             GradDestination::Param { param, anchor } => {
                 param.gradient.write(write)?;
-                anchor.zeros_like().map(Some)
+                Ok(Some(anchor.detach()))
             }
             GradDestination::Nothing => Ok(None),
         }
@@ -151,8 +151,44 @@ impl Weight {
 pub(in crate::nn) enum GradDestination<'a> {
     /// A new tensor, like these values.
     Plain(&'a Tensor),
-    /// The buffer of a sharded parameter. `bwd` returns zeros for its anchor.
+    /// The buffer of a sharded parameter. `bwd` returns the anchor itself, detached: its value is zero.
     Param { param: &'a FsdpParam, anchor: &'a Tensor },
     /// The gradient is not wanted.
     Nothing,
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Module;
+    use fsdp_core::process_group::local;
+
+    use super::*;
+    use crate::{FullyShard, ShardedVarMap, World, fully_shard, nn};
+
+    /// Backward returns the anchors themselves as gradients.
+    #[test]
+    fn backward_leaves_anchors_zero_and_out_of_the_store() {
+        local::run(1, |group| {
+            let world = World::of(group);
+            let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+            let opts = FullyShard::new(&vars);
+            let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 2, vb)).unwrap();
+            let x = Tensor::ones((3, 4), DType::F32, world.device()).unwrap();
+            for passes in 1..4 {
+                let outputs = (0..passes).map(|_| model.forward(&x).unwrap().sum_all().unwrap());
+                let loss = outputs.reduce(|sum, more| (sum + more).unwrap()).unwrap();
+                let grads = model.backward(&loss).unwrap();
+                assert_eq!(grads.get_ids().count(), vars.params().len());
+                for param in vars.params() {
+                    let gradient = grads.get(param.var()).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                    assert!(
+                        gradient.iter().all(|value| *value == 3. * passes as f32),
+                        "{}: {gradient:?}",
+                        param.name()
+                    );
+                    assert_eq!(param.anchor.to_scalar::<f32>().unwrap(), 0., "{}", param.name());
+                }
+            }
+        });
+    }
 }

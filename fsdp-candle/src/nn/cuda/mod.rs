@@ -68,7 +68,7 @@ fn write_grad(weight: &Weight, write: impl FnOnce(&mut Buffer, bool) -> Result<(
         }
         GradDestination::Param { param, anchor } => {
             param.gradient.write_in(write)?;
-            anchor.zeros_like().map(Some)
+            Ok(Some(anchor.detach()))
         }
         GradDestination::Nothing => Ok(None),
     }
