@@ -208,7 +208,9 @@ impl RegisteredMemory {
             }
             match is_used() {
                 false => self.release(functions, segment),
-                true => tracing::warn!(bytes = segment.bytes, "the device still uses registered memory: it is not freed"),
+                true => {
+                    tracing::warn!(bytes = segment.bytes, "the device still uses registered memory: it is not freed")
+                }
             }
         }
     }

@@ -105,8 +105,7 @@ pub(super) unsafe fn operation(plan: &Arc<Config>, pack: &Pack) -> Result<Operat
     }
     let flops = graph.operations.iter().map(|one| one.flops()).sum();
     report::count_many(&format!("operations of products: attention of {:?}", plan.of), flops);
-    let access = |is_written| if is_written { Access::Write } else { Access::Read };
-    let touches = places.iter().map(|place| Touch { at: place.at, access: access(place.is_written) }).collect();
+    let touches = touches(places.iter().map(|place| (place.at, place.is_written)));
     let plan = plan.clone();
     let run = move || {
         if bytes::computes() {
@@ -119,6 +118,18 @@ pub(super) unsafe fn operation(plan: &Arc<Config>, pack: &Pack) -> Result<Operat
         Progress::Done
     };
     Ok(Operation { name: "cudnnBackendExecute".into(), touches, run: Box::new(run) })
+}
+
+/// Returns one touch of each allocation, a write if any part of it is written: parts do not overlap, and an operation
+/// does not race with itself.
+fn touches(places: impl Iterator<Item = (u64, bool)>) -> Vec<Touch> {
+    let mut allocations = BTreeMap::<u64, (u64, bool)>::new();
+    for (at, is_written) in places {
+        let base = memory::base_of(at).map_or(at, |(base, _)| base);
+        allocations.entry(base).or_insert((at, false)).1 |= is_written;
+    }
+    let access = |is_written| if is_written { Access::Write } else { Access::Read };
+    allocations.into_values().map(|(at, is_written)| Touch { at, access: access(is_written) }).collect()
 }
 
 /// Fails if written memory overlaps with other memory.
