@@ -1,5 +1,10 @@
 //! The costs of a step on a device, as the double counts them: waits of the host, calls of NCCL, memory.
 
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_test_support::program;
+
 use crate::train_run::{Counts, TrainRun};
 
 fn counts(steps: usize) -> Vec<Counts> {
@@ -90,4 +95,45 @@ fn the_number_of_nccl_calls_does_not_depend_on_the_ranks() {
     for ranks in [3, 4] {
         assert_eq!(calls(ranks), vec![of_two.clone(); ranks]);
     }
+}
+
+/// A mixture of eight experts, with two for each token, in every layer.
+const EXPERTS: &str = r#"{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 512, "max_position_embeddings": 512}"#;
+
+/// Returns the counts of a run of `bench step` on one rank.
+fn counts_of_experts(layers: usize, steps: usize) -> Counts {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), EXPERTS.replace("LAYERS", &layers.to_string())).unwrap();
+    let mut command = Command::new(program("fsdp-launch"));
+    command.args(["--nproc-per-node", "1"]).arg(program("bench")).args(["step", "--device", "cuda", "--model", "."]);
+    command.args(["--batch", "1", "--seq", "128", "--param-dtype", "bf16", "--steps", &steps.to_string()]);
+    command.env("GPU_DOUBLE_REPORT", dir.path()).current_dir(dir.path());
+    fsdp_test_support::run(command, Duration::from_secs(120)).ok();
+    Counts::of(dir.path(), 1).remove(0)
+}
+
+/// The kernels and products of a mixture are the same for any number of experts, but for the weights' gradients.
+#[test]
+fn a_layer_of_experts_waits_once() {
+    let [few, many] = [1, 2].map(|layers| [1, 3].map(|steps| counts_of_experts(layers, steps)));
+    // What one more layer adds to a step.
+    let a_layer = |category: &str, is_it: &dyn Fn(&str) -> bool| {
+        let of = |counts: &[Counts; 2]| counts[1].sum(category, is_it) - counts[0].sum(category, is_it);
+        (of(&many) - of(&few)) / 2
+    };
+    for category in ["host synchronisation", "allocation", "operation", "pageable copy"] {
+        println!("{category}: {} a layer", a_layer(category, &|_| true));
+    }
+    assert_eq!(a_layer("host synchronisation", &|_| true), 1);
+    let launches =
+        |part: &str| a_layer("operation", &|name| name.strip_prefix("kernel ").unwrap_or(name).starts_with(part));
+    let routing = ["largest_of_rows", "sort_routes", "gather_rows", "combine_rows"];
+    assert_eq!(routing.map(launches), [1, 1, 3, 2]);
+    let within = ["swiglu", "weighted_swiglu_back", "cublasGemmGroupedBatchedEx"];
+    assert_eq!(within.map(launches), [1, 1, 5]);
+    // Three gradients of weights for each expert, and the products of attention and of the router.
+    assert_eq!(launches("cublasGemmStridedBatchedEx"), 24 + 29);
+    assert_eq!((a_layer("allocation", &|_| true), launches("")), (445, 635));
 }

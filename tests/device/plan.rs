@@ -18,6 +18,10 @@ const HEADS_OF_64: &str = r#"{"model_type": "llama", "hidden_size": 128, "interm
 const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512,
     "vocab_size": 512}"#;
 
+const EXPERTS: &str = r#"{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 512, "max_position_embeddings": 512}"#;
+
 /// Runs a program that prints one JSON object for a model and sequences of 128 tokens.
 fn json(command: Command, words: &[&str], dir: &Path) -> Value {
     json_of(command, &[words, &["--seq", "128"]].concat(), dir)
@@ -48,6 +52,8 @@ fn plans_count_launches() {
         (HEADS_OF_64, "bf16", "none", "128"),
         (GPT2, "f32", "full", "512"),
         (GPT2, "bf16", "none", "128"),
+        (EXPERTS, "f32", "none", "128"),
+        (EXPERTS, "bf16", "full", "128"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), config).unwrap();
@@ -85,6 +91,8 @@ fn plans_count_the_activations_of_attention_and_loss() {
         (LLAMA, "bf16", "full", &offload),
         (GPT2, "f32", "none", &[]),
         (GPT2, "bf16", "none", &[]),
+        (EXPERTS, "f32", "none", &[]),
+        (EXPERTS, "bf16", "full", &[]),
         (LLAMA, "bf16", "none", &tensor),
         (LLAMA, "bf16", "none", &sequence),
     ] {

@@ -6,7 +6,7 @@
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::ops::softmax;
-use fsdp_candle::nn::{Linear, SwiGlu, mixture_of_experts};
+use fsdp_candle::nn::{Linear, SwiGlu, choose_experts, mixture_of_experts};
 use fsdp_candle::upload;
 
 use crate::models::config::DecoderConfig;
@@ -22,17 +22,6 @@ pub(super) struct Experts {
     renormalized: bool,
     counts: bool,
     parallel: Option<TensorParallel>,
-}
-
-/// Returns the numbers of the `per_token` largest values of each row, and the first of equal ones.
-fn largest(rows: &[Vec<f32>], per_token: usize) -> Vec<u32> {
-    let mut chosen = Vec::with_capacity(rows.len() * per_token);
-    for row in rows {
-        let mut order: Vec<u32> = (0..row.len() as u32).collect();
-        order.sort_by(|a, b| row[*b as usize].total_cmp(&row[*a as usize]));
-        chosen.extend_from_slice(&order[..per_token.min(order.len())]);
-    }
-    chosen
 }
 
 impl Experts {
@@ -71,12 +60,10 @@ impl Experts {
 
     fn forward_whole(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let (batch, steps, width) = x_btc.dims3()?;
-        let (tokens, device) = (batch * steps, x_btc.device());
-        let x_nc = x_btc.reshape((tokens, width))?;
+        let x_nc = x_btc.reshape((batch * steps, width))?;
         let probabilities_ne = softmax(&self.router.forward(&x_nc)?.to_dtype(DType::F32)?, D::Minus1)?;
-        let chosen = largest(&probabilities_ne.to_vec2::<f32>()?, self.per_token);
-        let chosen_nk = Tensor::from_slice(&chosen, (tokens, self.per_token), &Device::Cpu)?;
-        let mut weights_nk = probabilities_ne.gather(&upload(&chosen_nk, device)?, 1)?;
+        let chosen_nk = choose_experts(&probabilities_ne, self.per_token)?;
+        let mut weights_nk = probabilities_ne.gather(&chosen_nk, 1)?;
         if self.renormalized {
             weights_nk = weights_nk.broadcast_div(&weights_nk.sum_keepdim(1)?)?;
         }
@@ -84,7 +71,7 @@ impl Experts {
         let y = y_nc.reshape((batch, steps, width))?;
 
         let load = match self.counts {
-            true => Some(load(&chosen, &probabilities_ne, is_data(rows, steps)?.as_deref())?),
+            true => Some(load(&chosen_nk, &probabilities_ne, is_data(rows, steps)?.as_deref())?),
             false => None,
         };
         Ok((y, load))
@@ -103,23 +90,19 @@ fn is_data(rows: &Rows, steps: usize) -> Result<Option<Vec<bool>>> {
 }
 
 /// Returns the number of tokens of each expert, and its summed probability `[N, E]`, over the data tokens.
-fn load(chosen: &[u32], probabilities_ne: &Tensor, is_data: Option<&[bool]>) -> Result<Tensor> {
-    let (device, (tokens, experts)) = (probabilities_ne.device(), probabilities_ne.dims2()?);
-    let mut counts = vec![0f32; experts];
-    let is_data = is_data.filter(|is_data| is_data.contains(&false));
-    let of_tokens = chosen.chunks(chosen.len() / tokens).enumerate();
-    for (_, chosen) in of_tokens.filter(|(token, _)| is_data.is_none_or(|is_data| is_data[*token])) {
-        chosen.iter().for_each(|&expert| counts[expert as usize] += 1.);
+fn load(chosen_nk: &Tensor, probabilities_ne: &Tensor, is_data: Option<&[bool]>) -> Result<Tensor> {
+    let probabilities = probabilities_ne.detach();
+    let ones = Tensor::ones(chosen_nk.shape(), DType::F32, chosen_nk.device())?;
+    let mut chosen_ne = probabilities.zeros_like()?.scatter_add(chosen_nk, &ones, 1)?;
+    let mut counted_ne = probabilities_ne.clone();
+    if let Some(is_data) = is_data.filter(|is_data| is_data.contains(&false)) {
+        let weights: Vec<f32> = is_data.iter().map(|&is_data| f32::from(u8::from(is_data))).collect();
+        let weights = Tensor::from_vec(weights, (is_data.len(), 1), &Device::Cpu)?;
+        let weights_n1 = upload(&weights, probabilities_ne.device())?;
+        chosen_ne = chosen_ne.broadcast_mul(&weights_n1)?;
+        counted_ne = counted_ne.broadcast_mul(&weights_n1)?;
     }
-    let counts = Tensor::from_vec(counts, experts, device)?;
-    let sums = match is_data {
-        Some(is_data) => {
-            let weights: Vec<f32> = is_data.iter().map(|&is_data| f32::from(u8::from(is_data))).collect();
-            probabilities_ne.broadcast_mul(&Tensor::from_vec(weights, (tokens, 1), device)?)?.sum(0)?
-        }
-        None => probabilities_ne.sum(0)?,
-    };
-    Tensor::stack(&[counts, sums], 0)
+    Tensor::stack(&[chosen_ne.sum(0)?, counted_ne.sum(0)?], 0)
 }
 
 /// Returns the load-balancing loss without its coefficient, as transformers' `load_balancing_loss_func`: `E sum_e f_e
@@ -138,12 +121,6 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-
-    #[test]
-    fn the_first_of_equal_experts_is_chosen() {
-        let rows = [vec![0.1, 0.6, 0.0, 0.3], vec![0.5, 0.5, 0.0, 0.0], vec![0.3, 0.0, 0.0, 0.7]];
-        assert_eq!(largest(&rows, 2), [1, 3, 0, 1, 3, 0]);
-    }
 
     #[test]
     fn even_load_has_the_lowest_loss() {

@@ -3,16 +3,53 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
 
 use super::cpu::matrix::Mat;
 use super::cpu::{indices, read, storage, tensor_like};
+use super::cuda::Cuda;
 use super::moe::{gather, scatter};
 use super::swiglu::{Projections, RowWeights, SwiGlu, backward, forward, read_weights};
-use super::weight::Weight;
+use super::weight::{Weight, has_cpu_kernels};
 use crate::activation_checkpoint::{Operation, operation};
 use crate::graph::{Reads, graph_op};
 use crate::upload;
+
+/// Returns the experts of each token, which are those of its largest probabilities. `probabilities` is `[tokens, E]`,
+/// F32. The output is `[tokens, per_token]`, U32, on the same device and outside of the graph: the largest first, and of
+/// equal ones the first. The host does not wait.
+///
+/// Fails for another dtype, and if there are fewer than `per_token` experts.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_candle::nn::choose_experts;
+///
+/// let probabilities = Tensor::new(&[[0.1f32, 0.6, 0.0, 0.3], [0.5, 0.5, 0.0, 0.0]], &Device::Cpu)?;
+/// assert_eq!(choose_experts(&probabilities, 2)?.to_vec2::<u32>()?, [[1, 3], [0, 1]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn choose_experts(probabilities: &Tensor, per_token: usize) -> Result<Tensor> {
+    let function = "choose_experts";
+    let (tokens, experts) = probabilities.dims2()?;
+    if probabilities.dtype() != DType::F32 || per_token > experts {
+        bail!(
+            "{function}: {per_token} experts of {experts} by probabilities of {:?}: the dtype must be F32, and there \
+             must be at least {per_token} experts",
+            probabilities.dtype()
+        );
+    }
+    if let Some(cuda) = Cuda::of(probabilities) {
+        return cuda.choose_experts(probabilities, per_token);
+    }
+    let mut chosen = Vec::with_capacity(tokens * per_token);
+    for row in probabilities.to_vec2::<f32>()? {
+        let mut order: Vec<u32> = (0..experts as u32).collect();
+        order.sort_by(|a, b| row[*b as usize].total_cmp(&row[*a as usize]));
+        chosen.extend_from_slice(&order[..per_token]);
+    }
+    Tensor::from_vec(chosen, (tokens, per_token), probabilities.device())
+}
 
 /// Returns for each token the sum of its experts' outputs, each times its weight: input `[tokens, in]`, output
 /// `[tokens, out]`. `chosen` (u8, u32 or i64) and `weights` (float) are `[tokens, K]`: the numbers of each token's
@@ -21,7 +58,10 @@ use crate::upload;
 /// Each expert computes all of its tokens at once. Where [`SwiGlu`] is one operation, the mixture is one, too: no row is
 /// copied in the graph, and the sums are rounded once. The gradients of all experts are then complete at once, when its
 /// backward ends. An expert without tokens gets gradients of zeros, so that ranks agree on which parameters have some.
-/// The host reads `chosen`, so pass a tensor on the CPU if it is known there.
+///
+/// On CUDA devices, the mixture is one operation for f64 as well, if in addition its experts have the same shapes and
+/// are not units of their own. The device sorts the routes. The host waits once, for the number of tokens of each expert,
+/// or not at all if `chosen` is on the CPU. Elsewhere the host reads `chosen`. [`choose_experts`] chooses on the device.
 ///
 /// Fails without experts, and for wrong shapes or numbers of experts.
 ///
@@ -55,6 +95,12 @@ pub fn mixture_of_experts(x: &Tensor, experts: &[SwiGlu], chosen: &Tensor, weigh
             x.dims()
         );
     }
+    let plain: Option<Vec<_>> = experts.iter().map(|expert| expert.plain_weights(x)).collect();
+    if let (Some(cuda), Some(experts)) = (Cuda::of(x), &plain)
+        && cuda.is_one_operation(experts)
+    {
+        return cuda.mixture(function, x, experts, chosen, weights);
+    }
     let chosen = indices(function, "expert", chosen, experts.len(), "number of experts")?;
     let mut routes = vec![Routes::default(); experts.len()];
     for (route, expert) in (0u32..).zip(chosen) {
@@ -62,8 +108,10 @@ pub fn mixture_of_experts(x: &Tensor, experts: &[SwiGlu], chosen: &Tensor, weigh
         of_expert.tokens.push(route / per_token as u32);
         of_expert.numbers.push(route);
     }
-    let fused_weights: Option<Vec<_>> = experts.iter().map(|expert| expert.fused_weights(x)).collect();
-    match fused_weights.filter(|weights| weights.iter().all(|of| of[2].dims() == weights[0][2].dims())) {
+    let is_fused = |weights: &Vec<[&Tensor; 3]>| {
+        has_cpu_kernels(x) && weights.iter().all(|of| of[2].dims() == weights[0][2].dims())
+    };
+    match plain.filter(is_fused) {
         Some(experts) => fused(x, &experts, routes, weights),
         None => composite(x, experts, routes, weights),
     }

@@ -54,6 +54,7 @@
 //! | [`max_pool2d_with_stride`], [`avg_pool2d_with_stride`] | `[batch, C, H, W]` | `[batch, C, h, w]` | |
 //! | [`add`] | any, twice | same | |
 //! | [`SwiGlu`] | `[.., in]` | `[.., out]` | its projections' |
+//! | [`choose_experts`] | probabilities `[tokens, E]` | numbers `[tokens, K]` | |
 //! | [`mixture_of_experts`] | `[tokens, in]`, experts and weights `[tokens, K]` | `[tokens, out]` | its experts' |
 //! | [`silu`], [`gelu`] (tanh), [`gelu_erf`], [`silu_mul`] | any | same | |
 //! | [`cross_entropy()`], [`cross_entropy_with()`] | logits `[.., V]`, targets `[..]` | scalar | |
@@ -149,7 +150,7 @@ pub use attention::functions::{
     causal_attention_qkv,
 };
 pub use attention::options::AttentionOptions;
-pub use experts::mixture_of_experts;
+pub use experts::{choose_experts, mixture_of_experts};
 pub use linear::{Gpt2Linear, Lora, gpt2_linear, lora};
 pub use loss::cross_entropy::{
     CrossEntropyOptions, IGNORED, Reduction, cross_entropy, cross_entropy_with, vocab_parallel_cross_entropy,

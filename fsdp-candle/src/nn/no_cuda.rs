@@ -76,6 +76,25 @@ impl Cuda {
         match self.0 {}
     }
 
+    pub(super) fn choose_experts(self, _: &Tensor, _: usize) -> Result<Tensor> {
+        match self.0 {}
+    }
+
+    pub(super) fn is_one_operation(self, _: &[[&Tensor; 3]]) -> bool {
+        match self.0 {}
+    }
+
+    pub(super) fn mixture(
+        self,
+        _: &'static str,
+        _: &Tensor,
+        _: &[[&Tensor; 3]],
+        _: &Tensor,
+        _: &Tensor,
+    ) -> Result<Tensor> {
+        match self.0 {}
+    }
+
     pub(super) fn lookup(self, _: Tensor, _: Weight, _: &Tensor) -> Result<Tensor> {
         match self.0 {}
     }

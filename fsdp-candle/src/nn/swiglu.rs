@@ -54,8 +54,8 @@ impl SwiGlu {
         SwiGlu { gate, up, down }
     }
 
-    /// Returns the three weights, if one operation can compute the layer for inputs like `x`.
-    pub(super) fn fused_weights(&self, x: &Tensor) -> Option<[&Tensor; 3]> {
+    /// Returns the three weights, if the layer is a product with each alone and they fit inputs like `x`.
+    pub(super) fn plain_weights(&self, x: &Tensor) -> Option<[&Tensor; 3]> {
         let weights = [self.gate.plain_weight()?, self.up.plain_weight()?, self.down.plain_weight()?];
         let [(inner, inputs), up, (_, of_down)] =
             [weights[0].dims2().ok()?, weights[1].dims2().ok()?, weights[2].dims2().ok()?];
@@ -63,14 +63,14 @@ impl SwiGlu {
         let fits = x.dims().last() == Some(&inputs)
             && up == (inner, inputs)
             && of_down == inner
-            && weights.iter().all(|weight| weight.dtype() == x.dtype() && weight.device().is_cpu());
-        (fits && has_cpu_kernels(x)).then_some(weights)
+            && weights.iter().all(|weight| weight.dtype() == x.dtype() && weight.device().same_device(x.device()));
+        fits.then_some(weights)
     }
 }
 
 impl Module for SwiGlu {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        match self.fused_weights(x) {
+        match self.plain_weights(x).filter(|_| has_cpu_kernels(x)) {
             Some(weights) => fused(x, weights),
             None => self.down.forward(&silu_mul(&self.gate.forward(x)?, &self.up.forward(x)?)?),
         }

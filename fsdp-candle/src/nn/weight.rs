@@ -40,6 +40,17 @@ fn register(tensor: &Tensor, announces_use: bool) {
     }
 }
 
+/// Returns whether the values of all tensors can be there at once. Reading a parameter of one unit may free those of
+/// another.
+#[cfg(feature = "cuda")]
+pub(in crate::nn) fn are_of_one_unit<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> bool {
+    let params: Vec<Arc<FsdpParam>> = tensors.into_iter().filter_map(FsdpParam::of).collect();
+    params.windows(2).all(|two| {
+        let units = two[0].unit().and_then(|a| Ok((a.0.index, two[1].unit()?.0.index)));
+        units.is_ok_and(|(a, b)| a == b) && two[0].is_of_same_map(&two[1])
+    })
+}
+
 fn with_graph(tensor: &Tensor, graph: bool) -> Tensor {
     if graph { tensor.clone() } else { tensor.detach() }
 }

@@ -121,6 +121,17 @@ pub(crate) fn with_slice<R>(tensor: &Tensor, f: impl FnOnce(&dyn Kernels, Slice<
     f(kernels, kernels.slice(&storage, offsets(layout)?)?)
 }
 
+/// [`with_slice`] for contiguous tensors of one device.
+#[cfg(feature = "cuda")]
+pub(crate) fn with_slices<R>(tensors: &[Tensor], f: impl FnOnce(Vec<Slice<'_>>) -> Result<R>) -> Result<R> {
+    let storages: Vec<_> = tensors.iter().map(Tensor::storage_and_layout).collect();
+    let slices = tensors
+        .iter()
+        .zip(&storages)
+        .map(|(tensor, (storage, layout))| kernels::of_device(tensor.device())?.slice(storage, offsets(layout)?));
+    f(slices.collect::<Result<_>>()?)
+}
+
 /// Calls `f` with a contiguous tensor's elements to write to, locked against other users.
 pub(crate) fn with_slice_mut<R>(tensor: &Tensor, f: impl FnOnce(&dyn Kernels, SliceMut<'_>) -> Result<R>) -> Result<R> {
     let kernels = kernels::of_device(tensor.device())?;

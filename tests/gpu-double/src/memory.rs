@@ -100,6 +100,11 @@ impl Allocations {
         self.around(at).filter(|found| found.freed.is_none())
     }
 
+    /// Returns the first address of the memory around an address.
+    pub(crate) fn base(&self, at: u64) -> Option<u64> {
+        self.around(at).map(|found| found.base)
+    }
+
     /// Checks and records a use, which begins after the operations in `clock`. `verb` and `name` are for the message:
     /// the use of the memory, and the name of a stream.
     pub(crate) fn touch(

@@ -216,6 +216,12 @@ pub(crate) fn synchronize(stream: *mut c_void, asked: &str) -> CuResult {
     status(machine().synchronize(stream as usize, asked))
 }
 
+/// Runs all queued operations of a stream. To the host, nothing has ended: its accesses still need a wait. `asked` is the
+/// function that reads device memory when it is called.
+pub(crate) fn run_queued(stream: *mut c_void, asked: &str) -> CuResult {
+    status(machine().run_queued(stream as usize, asked))
+}
+
 /// Converts a result to a driver's status. A fault ends the process.
 pub(crate) fn status<T>(result: Result<T, Refusal>) -> CuResult {
     match result {
@@ -279,6 +285,14 @@ impl Machine {
         let mut core = self.lock();
         let place = core.resolve(stream)?;
         Ok(core.enqueue(place, operation)?)
+    }
+
+    pub(crate) fn run_queued(&self, stream: usize, asked: &str) -> Result<(), Refusal> {
+        let mut core = self.lock();
+        let place = core.resolve(stream)?;
+        let end = core.streams.end(place);
+        drop(core);
+        Ok(self.drive(&[end], asked)?)
     }
 
     pub(crate) fn synchronize(&self, stream: usize, asked: &str) -> Result<(), Refusal> {

@@ -1,8 +1,7 @@
 // Activations and sums: `nn/activation.rs` has the formulas. Backward reads only the inputs.
 #include "prelude.cuh"
 #include "packs.cuh"
-
-template <class R> static __device__ R logistic(R x) { return 1 / (1 + exp(-x)); }
+#include "logistic.cuh"
 
 struct Silu {
   template <class R> static __device__ R value(R x) { return x * logistic(x); }

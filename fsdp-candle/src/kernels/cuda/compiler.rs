@@ -48,6 +48,7 @@ pub(super) enum Module {
     Rotary,
     Activations,
     Embedding,
+    Experts,
     Float8,
     Losses,
     Attention,
@@ -59,13 +60,14 @@ pub(super) enum Module {
 
 impl Module {
     /// Names and texts of the files, in the order of the variants.
-    const SOURCES: [(&str, &str); 13] = [
+    const SOURCES: [(&str, &str); 14] = [
         ("kernels.cu", include_str!("kernels.cu")),
         ("dropout.cu", include_str!("dropout.cu")),
         ("norms.cu", include_str!("norms.cu")),
         ("rotary.cu", include_str!("rotary.cu")),
         ("activations.cu", include_str!("activations.cu")),
         ("embedding.cu", include_str!("embedding.cu")),
+        ("experts.cu", include_str!("experts.cu")),
         ("float8.cu", include_str!("float8.cu")),
         ("losses.cu", include_str!("losses.cu")),
         ("attention.cu", include_str!("attention.cu")),
@@ -82,9 +84,10 @@ impl Module {
 }
 
 /// The files that kernels include.
-const HEADERS: [(&str, &str); 8] = [
+const HEADERS: [(&str, &str); 9] = [
     ("flash_attention.cuh", include_str!("flash_attention.cuh")),
     ("float8.cuh", include_str!("float8.cuh")),
+    ("logistic.cuh", include_str!("logistic.cuh")),
     ("prelude.cuh", include_str!("prelude.cuh")),
     ("packs.cuh", include_str!("packs.cuh")),
     ("philox.cuh", include_str!("philox.cuh")),

@@ -4,10 +4,6 @@
 #include "packs.cuh"
 #include "sums.cuh"
 
-// A loop over a row's packs, divided over its threads. More unrolling takes longer to compile.
-#define EACH_PACK_OF_ROW(at, width) \
-  _Pragma("unroll 1") for (u64 at = (u64)(threadIdx.x % threads) * N; at < (width); at += (u64)threads * N)
-
 template <class R> struct Statistics { R mean, scale; };
 
 // Returns a row's mean (0 unless `centered`) and 1 / sqrt(variance + eps).

@@ -118,18 +118,8 @@ pub(crate) fn add_products(
     if count == 0 || rows == 0 || cols == 0 || terms == 0 {
         return Ok(());
     }
-    let (single, double) = ((1f32, f32::from(accumulate)), (1f64, f64::from(accumulate)));
-    let (compute, alpha, beta): (_, *const c_void, *const c_void) = match dtype {
-        DType::F64 => {
-            (sys::cublasComputeType_t::CUBLAS_COMPUTE_64F, (&raw const double.0).cast(), (&raw const double.1).cast())
-        }
-        DType::F32 if gemm_reduced_precision_f32() => (
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
-            (&raw const single.0).cast(),
-            (&raw const single.1).cast(),
-        ),
-        _ => (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, (&raw const single.0).cast(), (&raw const single.1).cast()),
-    };
+    let scales = Scales::of(dtype, accumulate);
+    let [alpha, beta] = scales.pointers();
     let (kind, to_kind) = (kind(dtype)?, kind(to_dtype)?);
     let (left, right) = (Operand::of(cuda, lhs, count)?, Operand::of(cuda, rhs, count)?);
     let (m, n, k, count) = (size(rows)?, size(cols)?, size(terms)?, size(count)?);
@@ -166,14 +156,53 @@ pub(crate) fn add_products(
             to_row_stride,
             to_stride,
             count,
-            compute,
+            scales.compute,
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
         )
     };
     Ok(done.map_err(|error| failed(&error))?)
 }
 
-fn kind(dtype: DType) -> Result<sys::cudaDataType_t> {
+/// The arithmetic of products: how cuBLAS sums, and its factors of the products and of what they are added to.
+pub(super) struct Scales {
+    pub(super) compute: sys::cublasComputeType_t,
+    is_double: bool,
+    single: [f32; 2],
+    double: [f64; 2],
+}
+
+impl Scales {
+    pub(super) fn of(dtype: DType, accumulate: bool) -> Self {
+        let compute = match dtype {
+            DType::F64 => sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,
+            DType::F32 if gemm_reduced_precision_f32() => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+            _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        };
+        let (single, double) = ([1., f32::from(accumulate)], [1., f64::from(accumulate)]);
+        Scales { compute, is_double: dtype == DType::F64, single, double }
+    }
+
+    /// Returns pointers to both factors.
+    fn pointers(&self) -> [*const c_void; 2] {
+        std::array::from_fn(|i| match self.is_double {
+            true => (&raw const self.double[i]).cast(),
+            false => (&raw const self.single[i]).cast(),
+        })
+    }
+
+    /// Returns arrays of `count` copies of both factors, in memory for doubles.
+    pub(super) fn repeated(&self, count: usize) -> [Vec<f64>; 2] {
+        std::array::from_fn(|i| {
+            let mut copies = vec![self.double[i]; count];
+            if !self.is_double {
+                bytemuck::cast_slice_mut(&mut copies).fill(self.single[i]);
+            }
+            copies
+        })
+    }
+}
+
+pub(super) fn kind(dtype: DType) -> Result<sys::cudaDataType_t> {
     Ok(match dtype {
         DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
         DType::F64 => sys::cudaDataType_t::CUDA_R_64F,
@@ -183,7 +212,7 @@ fn kind(dtype: DType) -> Result<sys::cudaDataType_t> {
     })
 }
 
-fn size(count: usize) -> Result<c_int> {
+pub(super) fn size(count: usize) -> Result<c_int> {
     match c_int::try_from(count) {
         Ok(size) => Ok(size),
         Err(_) => bail!("a matrix with {count} rows or columns exceeds the limit of cuBLAS"),
@@ -198,15 +227,15 @@ fn stride(elements: usize) -> Result<c_longlong> {
 }
 
 /// Matrices as cuBLAS takes them.
-struct Operand {
-    address: u64,
-    row_stride: c_int,
+pub(super) struct Operand {
+    pub(super) address: u64,
+    pub(super) row_stride: c_int,
     stride: c_longlong,
-    operation: sys::cublasOperation_t,
+    pub(super) operation: sys::cublasOperation_t,
 }
 
 impl Operand {
-    fn of(cuda: &CudaKernels, matrix: Matrix<'_>, count: usize) -> Result<Self> {
+    pub(super) fn of(cuda: &CudaKernels, matrix: Matrix<'_>, count: usize) -> Result<Self> {
         let Matrix { elements, layout, is_transposed } = matrix;
         layout.check(count, elements.len())?;
         let first = (layout.first * elements.dtype().size()) as u64;

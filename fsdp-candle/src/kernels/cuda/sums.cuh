@@ -22,3 +22,6 @@ template <u32 threads, class R> __device__ R sum_of_threads(R mine) {
 #define EACH_ROW(row, rows, threads) \
   for (u64 row = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / (threads); row < (rows); \
        row += (u64)gridDim.x * blockDim.x / (threads))
+// A loop over a row's packs of N elements, divided over its `threads`. More unrolling takes longer to compile.
+#define EACH_PACK_OF_ROW(at, width) \
+  _Pragma("unroll 1") for (u64 at = (u64)(threadIdx.x % threads) * N; at < (width); at += (u64)threads * N)

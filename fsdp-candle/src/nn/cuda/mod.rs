@@ -10,6 +10,7 @@
 
 mod activations;
 mod dropout;
+mod experts;
 mod linear;
 mod losses;
 mod norms;

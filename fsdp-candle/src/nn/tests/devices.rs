@@ -5,13 +5,9 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use fsdp_core::device::cuda::DeviceMemory;
 
 use super::super::*;
-use super::{DTYPES, assert_close, cuda_device as device, random};
+use super::{DTYPES, bits, compare_within, cuda_device as device, on_host, random};
 use crate::kernels::cuda::{compute_stream, uninit};
 use crate::random::{Part, RngState, in_part, set_rng_state};
-
-fn on_host(tensor: &Tensor) -> Tensor {
-    tensor.to_device(&Device::Cpu).unwrap()
-}
 
 /// Dropout on a device sets the CPU's elements to 0, whatever part of a tensor it draws for.
 #[test]
@@ -54,12 +50,6 @@ fn dropout_draws_the_bits_of_the_cpu() {
     }
 }
 
-/// Returns the elements. A dropped element is 0 or -0.
-pub(super) fn bits(tensor: &Tensor) -> Vec<u64> {
-    let host = on_host(tensor).to_dtype(DType::F64).unwrap().flatten_all().unwrap();
-    host.to_vec1::<f64>().unwrap().into_iter().map(|x| (x + 0.).to_bits()).collect()
-}
-
 /// Returns the tolerance relative to the largest value: rounding of the result, and of f32's arithmetic.
 fn precision(dtype: DType) -> f64 {
     match dtype {
@@ -74,48 +64,6 @@ fn precision(dtype: DType) -> f64 {
 /// that weighs every element differently.
 fn compare(what: &str, device: &Device, inputs: &[Var], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     compare_within(what, precision(inputs[0].dtype()), device, inputs, f);
-}
-
-/// As [`compare`], with a tolerance. Returns the result and the gradients of the device.
-pub(super) fn compare_within(
-    what: &str,
-    tolerance: f64,
-    device: &Device,
-    inputs: &[Var],
-    f: impl Fn(&[Tensor]) -> Result<Tensor>,
-) -> Vec<Tensor> {
-    let dtype = inputs[0].dtype();
-    let found = run(what, inputs, &|x| x.to_device(device), &f);
-    let expected = run(what, inputs, &|x| x.to_dtype(DType::F64), &f);
-    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
-        let (part, factor) = if i == 0 { ("result".into(), 1.) } else { (format!("gradient of input {}", i - 1), 2.) };
-        let expected = expected.to_dtype(found.dtype()).unwrap();
-        assert_close(&format!("{what} {dtype:?}: {part}"), found, &expected, factor * tolerance);
-    }
-    found
-}
-
-/// Returns the result of `f` and the gradient of each input, on the host. `of` places an input.
-pub(super) fn run(
-    what: &str,
-    inputs: &[Var],
-    of: &dyn Fn(&Tensor) -> Result<Tensor>,
-    f: &dyn Fn(&[Tensor]) -> Result<Tensor>,
-) -> Vec<Tensor> {
-    let place = |x: &Var| Var::from_tensor(&of(&x.as_detached_tensor()).unwrap()).unwrap();
-    let vars: Vec<Var> = inputs.iter().map(place).collect();
-    let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
-    let y = f(&tensors).unwrap_or_else(|error| panic!("{what}: {error}"));
-    // Odd numbers of sixteenths, so that each dtype has the same weights, and none is 0.
-    let weights = (random(99, y.dims(), DType::F32).as_detached_tensor() * 8.).unwrap().floor().unwrap();
-    let weights = weights.affine(0.125, 0.0625).unwrap().to_dtype(y.dtype()).unwrap().to_device(y.device()).unwrap();
-    let mut grads = (&y * weights).unwrap().sum_all().unwrap().backward().unwrap();
-    let mut found = vec![on_host(&y.detach())];
-    for (i, var) in vars.iter().enumerate() {
-        let grad = grads.remove(var).unwrap_or_else(|| panic!("{what}: no gradient for input {i}"));
-        found.push(on_host(&grad));
-    }
-    found
 }
 
 /// Rows of a warp and of a block, with and without packs, and more rows than a stretch of the weights' sums.

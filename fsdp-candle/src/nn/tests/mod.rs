@@ -3,6 +3,7 @@
 mod attention;
 #[cfg(feature = "cuda")]
 mod devices;
+mod experts;
 mod float8;
 mod layers;
 mod loss;
@@ -41,6 +42,25 @@ fn random_ids(seed: u64, shape: &[usize], bound: usize) -> Tensor {
     let ids: Vec<u32> =
         (0..count as u64).map(|i| ((i * 2_654_435_761 + seed * 40_503) % bound as u64) as u32).collect();
     Tensor::from_vec(ids, shape, &Device::Cpu).unwrap()
+}
+
+/// A repeatable source of choices.
+struct Choices(u64);
+
+impl Choices {
+    fn between(&mut self, least: usize, most: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        least + (self.0 >> 33) as usize % (most - least + 1)
+    }
+
+    fn one_of<T: Copy>(&mut self, list: &[T]) -> T {
+        list[self.between(0, list.len() - 1)]
+    }
+
+    #[cfg(feature = "cuda")]
+    fn maybe<T>(&mut self, value: T) -> Option<T> {
+        (self.between(0, 2) == 0).then_some(value)
+    }
 }
 
 /// Returns the positions of each row of `x`, from an offset on.
@@ -92,6 +112,59 @@ fn check(what: &str, vars: &[&Var], fused: impl Fn() -> Result<Tensor>, referenc
         let expected = expected_grads.get(var).unwrap();
         assert_close(&format!("{what}: gradient of argument {i}"), grad, expected, 2.0 * tolerance);
     }
+}
+
+fn on_host(tensor: &Tensor) -> Tensor {
+    tensor.to_device(&Device::Cpu).unwrap()
+}
+
+/// Returns the elements. A dropped element is 0 or -0.
+fn bits(tensor: &Tensor) -> Vec<u64> {
+    let host = on_host(tensor).to_dtype(DType::F64).unwrap().flatten_all().unwrap();
+    host.to_vec1::<f64>().unwrap().into_iter().map(|x| (x + 0.).to_bits()).collect()
+}
+
+/// Compares `f` of these inputs on a device with `f` in f64 on the CPU: the result, and all gradients under a loss that
+/// weighs every element differently. Returns those of the device.
+fn compare_within(
+    what: &str,
+    tolerance: f64,
+    device: &Device,
+    inputs: &[Var],
+    f: impl Fn(&[Tensor]) -> Result<Tensor>,
+) -> Vec<Tensor> {
+    let dtype = inputs[0].dtype();
+    let found = run(what, inputs, &|x| x.to_device(device), &f);
+    let expected = run(what, inputs, &|x| x.to_dtype(DType::F64), &f);
+    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        let (part, factor) = if i == 0 { ("result".into(), 1.) } else { (format!("gradient of input {}", i - 1), 2.) };
+        let expected = expected.to_dtype(found.dtype()).unwrap();
+        assert_close(&format!("{what} {dtype:?}: {part}"), found, &expected, factor * tolerance);
+    }
+    found
+}
+
+/// Returns the result of `f` and the gradient of each input, on the host. `of` places an input.
+fn run(
+    what: &str,
+    inputs: &[Var],
+    of: &dyn Fn(&Tensor) -> Result<Tensor>,
+    f: &dyn Fn(&[Tensor]) -> Result<Tensor>,
+) -> Vec<Tensor> {
+    let place = |x: &Var| Var::from_tensor(&of(&x.as_detached_tensor()).unwrap()).unwrap();
+    let vars: Vec<Var> = inputs.iter().map(place).collect();
+    let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let y = f(&tensors).unwrap_or_else(|error| panic!("{what}: {error}"));
+    // Odd numbers of sixteenths, so that each dtype has the same weights, and none is 0.
+    let weights = (random(99, y.dims(), DType::F32).as_detached_tensor() * 8.).unwrap().floor().unwrap();
+    let weights = weights.affine(0.125, 0.0625).unwrap().to_dtype(y.dtype()).unwrap().to_device(y.device()).unwrap();
+    let mut grads = (&y * weights).unwrap().sum_all().unwrap().backward().unwrap();
+    let mut found = vec![on_host(&y.detach())];
+    for (i, var) in vars.iter().enumerate() {
+        let grad = grads.remove(var).unwrap_or_else(|| panic!("{what}: no gradient for input {i}"));
+        found.push(on_host(&grad));
+    }
+    found
 }
 
 /// Returns the message of an expected error.

@@ -6,31 +6,13 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::super::*;
-use super::devices::{bits, compare_within, run};
-use super::{DTYPES, cuda_device, random, random_ids, tolerance};
+use super::experts::Mixture;
+use super::{Choices, DTYPES, bits, compare_within, cuda_device, random, random_ids, run, tolerance};
 use crate::random::manual_seed;
 
 /// Returns a number from the environment.
 fn number(name: &str, usual: u64) -> u64 {
     std::env::var(name).map_or(usual, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}: not a number")))
-}
-
-/// A repeatable source of choices.
-struct Choices(u64);
-
-impl Choices {
-    fn between(&mut self, least: usize, most: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        least + (self.0 >> 33) as usize % (most - least + 1)
-    }
-
-    fn one_of<T: Copy>(&mut self, list: &[T]) -> T {
-        list[self.between(0, list.len() - 1)]
-    }
-
-    fn maybe<T>(&mut self, value: T) -> Option<T> {
-        (self.between(0, 2) == 0).then_some(value)
-    }
 }
 
 type Compute = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
@@ -158,6 +140,12 @@ fn embedding_of(choices: &mut Choices, dtype: DType) -> Layer {
     }
 }
 
+fn mixture_of(choices: &mut Choices, dtype: DType) -> Layer {
+    let mixture = Mixture::random(choices);
+    let what = format!("{mixture:?}");
+    Layer { what, inputs: mixture.inputs(dtype), compute: Box::new(move |x| mixture.forward(x)) }
+}
+
 #[test]
 fn random_layers_match_f64_and_repeat_their_bits() {
     let Some(device) = cuda_device() else { return };
@@ -177,6 +165,7 @@ fn random_layers_match_f64_and_repeat_their_bits() {
             loss_of,
             loss_of,
             embedding_of,
+            mixture_of,
         ]);
         let Layer { what, inputs, compute } = make(&mut choices, dtype);
         let what = format!("FSDP_RANDOM_SEED={seed} FSDP_RANDOM_LAYERS=1: {what}");

@@ -8,6 +8,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
+mod grouped;
 mod lt;
 #[cfg(test)]
 mod tests;

@@ -159,8 +159,8 @@ impl Framework {
 
     /// Returns the elements per token that candle-fsdp keeps inside an MLP.
     fn within(self, mlp: &Mlp) -> f64 {
-        // On a CPU, the output of a fused activation is computed again.
-        let recomputed = if self == Framework::Candle { 1. } else { 0. };
+        // On a CPU and in mixtures of experts, the output of a fused activation is computed again.
+        let recomputed = if self == Framework::Candle || self.is_one_operation(mlp) { 1. } else { 0. };
         let widths = match mlp.kind {
             MlpKind::Plain => 2. - recomputed,
             MlpKind::SiluMul | MlpKind::SwiGlu => 3. - recomputed,
@@ -186,6 +186,11 @@ impl Framework {
     /// gradient to a tensor of zeros.
     fn flowing(self, layer: &Layer, compute: Precision) -> f64 {
         let mlp = &layer.mlp;
+        if self == Framework::OnDevice && self.is_one_operation(mlp) {
+            // Rows of all routes: four of the inner width and the output's gradient, or three, that gradient and the input.
+            let rows = (4. * mlp.inner + layer.width).max(3. * mlp.inner + 2. * layer.width);
+            return compute.bytes() * (rows * mlp.times + 2. * layer.width);
+        }
         if self.is_one_operation(mlp) {
             // In f32, of one expert at a time.
             return F32 * 3. * mlp.inner * mlp.times / mlp.experts.max(1.) + compute.bytes() * 2. * layer.width;
@@ -199,8 +204,12 @@ impl Framework {
     }
 
     /// Returns whether an MLP, or all experts of a layer, are one operation.
-    fn is_one_operation(self, mlp: &Mlp) -> bool {
-        self == Framework::Candle && mlp.kind == MlpKind::SwiGlu
+    pub(super) fn is_one_operation(self, mlp: &Mlp) -> bool {
+        match self {
+            Framework::Candle => mlp.kind == MlpKind::SwiGlu,
+            Framework::OnDevice => mlp.kind == MlpKind::SwiGlu && mlp.experts > 0.,
+            Framework::Pytorch => false,
+        }
     }
 
     /// Returns the memory of the head and the loss of this many tokens. `gradient` is the dtype of the head's gradient;

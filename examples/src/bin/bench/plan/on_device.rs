@@ -2,7 +2,7 @@
 //! compute it in half precision, if heads have 64 or 128 elements. Otherwise it writes blocks of scores to memory between
 //! its matrix products.
 
-use super::framework::Checkpoint;
+use super::framework::{Checkpoint, Framework};
 use super::hardware::{Device, Precision};
 use super::model::{Layer, MlpKind, Norm};
 use super::setup::Setup;
@@ -72,11 +72,21 @@ pub(super) fn attention(layer: &Layer, compute: Precision, device: &Device, toke
 /// Seconds that the host takes to launch a kernel: about what CUDA needs.
 pub(super) const LAUNCH: f64 = 5e-6;
 
+/// Launches of a mixture of experts in forward and in backward, but for the gradients of its experts' weights: the router's
+/// softmax, the choice and the weights of experts, and the experts.
+const MIXTURE: [f64; 2] = [20., 70.];
+
 /// Returns the launches of a block in a step: kernels, matrix products, copies, fills and collectives. The terms were
 /// counted on the device double, which is within 3 % of them (`tests/device/plan.rs`).
 pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
     let Layer { mlp, norms, tensors, .. } = layer;
-    let copies = mlp.experts.max(1.);
+    // A mixture of experts is one operation, with a product for each weight's gradient, and a node in the graph for each
+    // three weights, which are joined to one.
+    let is_mixture = Framework::OnDevice.is_one_operation(mlp);
+    let copies = if is_mixture { 0. } else { mlp.experts.max(1.) };
+    let of_experts = if is_mixture { mlp.experts * mlp.linears } else { 0. };
+    let [mixture, mixture_back] = if is_mixture { MIXTURE } else { [0., 0.] };
+    let joined = of_experts / 2.;
     let once = layer.linears.len() as f64 - mlp.linears;
     let linears = once + copies * mlp.linears;
     // All but the projection after attention, and a router.
@@ -84,7 +94,7 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
     let head_norms = if layer.head_norms { 2. } else { 0. };
     let weights = if layer.norm == Norm::Rms { 1. } else { 2. };
     let norms = norms + head_norms;
-    let biases = (tensors - linears - weights * norms).max(0.);
+    let biases = (tensors - linears - of_experts - weights * norms).max(0.);
     let rotary = if layer.rotary { 2. } else { 0. };
     // Operations, and their arguments.
     let [activations, activated] = match mlp.kind {
@@ -94,16 +104,28 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
     };
     let attention = attention_launches(setup, layer);
     // Each operation has a value in the graph that stands for it, which backward reads once.
-    let operations = linears + biases + norms + rotary + copies * activations + 1. + 2.;
+    let operations =
+        linears + biases + norms + rotary + copies * activations + 1. + 2. + joined + f64::from(is_mixture);
     // Sums where several operations share an input: projections of queries, keys and values, gates, the residual stream.
     let sums = (projections - 1.).max(0.) + copies * (activated - 1.) + 2.;
     // The sums of the residual stream, and the copy of the input.
-    let forward = linears + biases + norms + rotary + copies * activations + attention[0] + 2. + 1.;
-    let gradients =
-        2. * linears + biases + norms * (1. + weights) + rotary + copies * activated + projections + 2. * 2. + 1.;
+    let forward = linears + biases + norms + rotary + copies * activations + attention[0] + 2. + 1. + mixture + joined;
+    let gradients = 2. * linears
+        + of_experts
+        + joined
+        + biases
+        + norms * (1. + weights)
+        + rotary
+        + copies * activated
+        + projections
+        + 2. * 2.
+        + 1.
+        + f64::from(is_mixture);
     // Candle writes a zero for each gradient, and adds to it. A parameter's node in the graph has two small values.
     let fills = gradients + 2. * tensors + biases + 1.;
     let backward = 2. * linears
+        + of_experts
+        + mixture_back
         + biases
         + norms * (2. + weights)
         + rotary
