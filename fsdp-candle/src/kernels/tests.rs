@@ -477,6 +477,9 @@ fn sgd_matches_the_formula() {
     });
 }
 
+/// A step by a factor, of a parameter, a gradient, two moments, and two moments of 8 bits with their scales.
+type ScaledStep<'a> = dyn Fn(f64, SliceMut<'_>, Slice<'_>, [SliceMut<'_>; 6]) + 'a;
+
 /// Each step has the bits of a step on the gradient that `scale` multiplied before.
 #[test]
 fn a_step_multiplies_and_rounds_the_gradient_as_a_pass_before_it() {
@@ -497,7 +500,7 @@ fn a_step_multiplies_and_rounds_the_gradient_as_a_pass_before_it() {
                 step((&mut p).into(), grad.into(), state.map(SliceMut::from));
                 [p, m, v, codes1, scales1, codes2, scales2].map(|buffer| bytes(&buffer))
             };
-            let check = |what: &str, step: &dyn Fn(f64, SliceMut<'_>, Slice<'_>, [SliceMut<'_>; 6])| {
+            let check = |what: &str, step: &ScaledStep<'_>| {
                 let want = stepped(&scaled, &|p, g, state| step(1., p, g, state));
                 assert!(stepped(&grad, &|p, g, state| step(FACTOR, p, g, state)) == want, "{what}, {dtype}, {len}");
                 assert!(len == 0 || stepped(&grad, &|p, g, state| step(1., p, g, state)) != want, "{what}, {dtype}");
