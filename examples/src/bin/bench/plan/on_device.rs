@@ -120,9 +120,11 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
         + projections
         + 2. * 2.
         + 1.
-        + f64::from(is_mixture);
-    // Candle writes a zero for each gradient, and adds to it. A parameter's node in the graph has two small values.
-    let fills = gradients + 2. * tensors + biases + 1.;
+        + f64::from(is_mixture)
+        - sums;
+    // Candle writes a zero for each gradient but the further ones of a sum, and adds to it. A parameter's node in the graph
+    // has a small value.
+    let fills = gradients + tensors + biases + 1.;
     let backward = 2. * linears
         + of_experts
         + mixture_back
@@ -136,12 +138,12 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
         + operations
         + sums;
     // The parameters' nodes in the graph of the second forward.
-    let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 6.1 * (tensors + 1.) };
+    let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 6.7 * (tensors + 1.) };
     // Without tensor cores, the gradients of keys and values are added up in f32, and rounded.
     let rounded = if is_flash(layer, setup.compute) { 0. } else { 4. };
     let casts = if setup.compute == Precision::F32 { 0. } else { (2. + of_gradients(setup)) * tensors + rounded };
-    // The norm of the gradients has two kernels for each parameter, clipping one, and the optimizer one.
-    forward + backward + again + casts + 4. * tensors + 3.
+    // The norm of the gradients has two kernels for each parameter, and the optimizer one.
+    forward + backward + again + casts + 3. * tensors + 3.
 }
 
 /// Returns the launches that cast a gradient for its reduction.
@@ -165,6 +167,6 @@ fn attention_launches(setup: &Setup, layer: &Layer) -> [f64; 2] {
 pub(super) fn root_launches(setup: &Setup) -> f64 {
     let root = &setup.model.root;
     let stretches = (setup.tokens() * root.vocabulary / LOGITS).ceil();
-    let casts = if setup.compute == Precision::F32 { 0. } else { (11. + of_gradients(setup)) * root.tensors };
-    10. + 17. * root.tensors + 7. * stretches + casts
+    let casts = if setup.compute == Precision::F32 { 0. } else { (6. + of_gradients(setup)) * root.tensors };
+    10. + 18.5 * root.tensors + 7. * stretches + casts
 }
