@@ -138,12 +138,12 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
         + operations
         + sums;
     // The parameters' nodes in the graph of the second forward.
-    let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 6.7 * (tensors + 1.) };
+    let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 6.5 * (tensors + 1.) };
     // Without tensor cores, the gradients of keys and values are added up in f32, and rounded.
-    let rounded = if is_flash(layer, setup.compute) { 0. } else { 4. };
+    let rounded = if is_flash(layer, setup.compute) { 0. } else { 8. };
     let casts = if setup.compute == Precision::F32 { 0. } else { (2. + of_gradients(setup)) * tensors + rounded };
     // The norm of the gradients has two kernels for each parameter, and the optimizer one.
-    forward + backward + again + casts + 3. * tensors + 3.
+    forward + backward + again + casts + 3. * tensors + 5.
 }
 
 /// Returns the launches that cast a gradient for its reduction.
