@@ -164,7 +164,7 @@ impl Buffer {
     }
 
     /// Returns the number of elements that the allocation has room for. Only device memory may have more than its length:
-    /// see [`CudaMemory::zeros_with_room`](crate::device::cuda::CudaMemory::zeros_with_room).
+    /// see `CudaMemory::zeros_with_room`.
     pub fn room(&self) -> usize {
         each!(self, v => v.len(), memory => memory.room())
     }

@@ -10,7 +10,7 @@ const LAYERS: [(&str, &str); 6] = [
     (
         "fsdp-core",
         "device_id host_names file_limit error dtype device buffer channel mesh_layout env store hash text shared_file heartbeat \
-        reduce_op error_file process_group device_mesh placement layout block_format dtensor",
+        reduce_op error_file placement layout process_group device_mesh block_format dtensor",
     ),
     (
         "fsdp-ckpt",

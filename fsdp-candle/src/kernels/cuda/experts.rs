@@ -33,7 +33,7 @@ pub(crate) fn largest_of_rows(values: Slice<'_>, width: usize, count: usize) -> 
         bail!("the largest {count} of {width} values: a row has at least as many, and fewer than 2^32")
     };
     let mut found = cuda.uninit(DType::U32, rows * count)?;
-    if found.len() > 0 {
+    if !found.is_empty() {
         let to = cuda.view_mut(SliceMut::from(&mut found))?;
         let args = [cuda.view(values)?.into(), to.into(), rows.into(), width.into(), Arg::Word(word)];
         // SAFETY: the kernel's arguments: whole rows, and room for `count` columns of each.
@@ -104,7 +104,7 @@ impl SortedRoutes {
         same_length(routes * width, from.len() * self.per_token as usize)?;
         let kernel = format!("gather_rows_{}", float_suffix(dtype)?);
         let mut rows = cuda.uninit(dtype, routes * width)?;
-        if rows.len() > 0 {
+        if !rows.is_empty() {
             let to = cuda.view_mut(SliceMut::from(&mut rows))?;
             let from = [cuda.view(from)?, cuda.view((&self.order).into())?, to].map(Arg::from);
             let args = [&from[..], &[routes.into(), width.into(), self.per_token.into()]].concat();
@@ -126,7 +126,7 @@ impl SortedRoutes {
         let kernel = format!("combine_rows_{}", float_suffix(dtype)?);
         let tokens = routes / self.per_token.max(1) as usize;
         let mut sums = cuda.uninit(dtype, tokens * width)?;
-        if sums.len() > 0 {
+        if !sums.is_empty() {
             let weights = weights.map_or(Ok(Arg::NULL), |weights| cuda.view(weights).map(Arg::from))?;
             let to = cuda.view_mut(SliceMut::from(&mut sums))?.into();
             let from = [cuda.view(rows)?, cuda.view((&self.places).into())?].map(Arg::from);

@@ -8,6 +8,8 @@ use fsdp_core::{Buffer, DType};
 use super::super::slice::{Slice, SliceMut, same_length};
 use super::attention::Visibility;
 use super::compiler::Module;
+#[cfg(feature = "cudnn")]
+use super::cudnn::Attention;
 use super::device::{Arg, CudaKernels, float_suffix, of_slice, same_dtype};
 use crate::error::Error;
 
@@ -154,7 +156,7 @@ impl FlashAttention<'_> {
         let operands = self.operands(cuda, operands)?;
         #[cfg(feature = "cudnn")]
         if let Some(cudnn) = cuda.cudnn()?
-            && cudnn.forward(cuda, self, dtype, operands, [out, log_sums])?
+            && cudnn.forward(cuda, Attention { flash: self, dtype, operands }, [out, log_sums])?
         {
             return Ok(());
         }
@@ -195,7 +197,13 @@ impl FlashAttention<'_> {
         let (d_q, d_k, d_v) = (of_operand(0)?, of_operand(1)?, of_operand(2)?);
         #[cfg(feature = "cudnn")]
         if let Some(cudnn) = cuda.cudnn()?
-            && cudnn.backward(cuda, self, dtype, operands, [out, d_out, log_sums], [d_q, d_k, d_v], deltas)?
+            && cudnn.backward(
+                cuda,
+                Attention { flash: self, dtype, operands },
+                [out, d_out, log_sums],
+                [d_q, d_k, d_v],
+                deltas,
+            )?
         {
             return Ok(());
         }

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 
-use super::names::{DataType, Heuristics, Kind, Knob, Name, Pointwise, Reduction, Type};
+use super::names::{AttributeKind, DataType, Heuristics, Kind, Knob, Name, Pointwise, Reduction};
 
 /// cuDNN 9.25, the first version whose backward pass on Hopper is deterministic without memory for all scores.
 const LEAST_VERSION: usize = 92_500;
@@ -193,7 +193,7 @@ impl Descriptor {
 
     /// Sets an attribute.
     pub(super) fn set(&mut self, name: Name, values: Values<'_>) -> Result<&mut Self, Refused> {
-        fn of<T>(kind: Type, values: &[T]) -> (Type, usize, *const c_void) {
+        fn of<T>(kind: AttributeKind, values: &[T]) -> (AttributeKind, usize, *const c_void) {
             (kind, values.len(), values.as_ptr().cast())
         }
         let one = std::slice::from_ref;
@@ -202,17 +202,17 @@ impl Descriptor {
             _ => vec![],
         };
         let (kind, count, at) = match &values {
-            Values::Handle(handle) => of(Type::Handle, one(&handle.raw)),
-            Values::Descriptors(_) => of(Type::BackendDescriptor, &descriptors),
-            Values::Longs(longs) => of(Type::Int64, longs),
-            Values::Pointers(pointers) => of(Type::VoidPtr, pointers),
-            Values::Flag(flag) => of(Type::Boolean, std::slice::from_ref(flag)),
-            Values::DataType(kind) => of(Type::DataType, std::slice::from_ref(kind)),
-            Values::Pointwise(mode) => of(Type::PointwiseMode, std::slice::from_ref(mode)),
-            Values::Reduction(operator) => of(Type::ReductionOperatorType, std::slice::from_ref(operator)),
-            Values::Heuristics(mode) => of(Type::HeurMode, std::slice::from_ref(mode)),
-            Values::Knob(knob) => of(Type::KnobType, std::slice::from_ref(knob)),
-            Values::Text(text) => of(Type::Char, text.as_bytes()),
+            Values::Handle(handle) => of(AttributeKind::Handle, one(&handle.raw)),
+            Values::Descriptors(_) => of(AttributeKind::BackendDescriptor, &descriptors),
+            Values::Longs(longs) => of(AttributeKind::Int64, longs),
+            Values::Pointers(pointers) => of(AttributeKind::VoidPtr, pointers),
+            Values::Flag(flag) => of(AttributeKind::Boolean, std::slice::from_ref(flag)),
+            Values::DataType(kind) => of(AttributeKind::DataType, std::slice::from_ref(kind)),
+            Values::Pointwise(mode) => of(AttributeKind::PointwiseMode, std::slice::from_ref(mode)),
+            Values::Reduction(operator) => of(AttributeKind::ReductionOperatorType, std::slice::from_ref(operator)),
+            Values::Heuristics(mode) => of(AttributeKind::HeurMode, std::slice::from_ref(mode)),
+            Values::Knob(knob) => of(AttributeKind::KnobType, std::slice::from_ref(knob)),
+            Values::Text(text) => of(AttributeKind::Char, text.as_bytes()),
         };
         // SAFETY: the descriptor is live, and cuDNN copies this many values of the attribute's type.
         let status = unsafe { (self.library.set_attribute)(self.raw, name as u32, kind as u32, count as i64, at) };
@@ -231,7 +231,7 @@ impl Descriptor {
     /// Returns a number.
     pub(super) fn long(&self, name: Name) -> Result<i64, Refused> {
         let (mut value, mut count) = (0i64, 0);
-        let kind = Type::Int64 as u32;
+        let kind = AttributeKind::Int64 as u32;
         // SAFETY: there is room for one number.
         let status = unsafe {
             let at = (&raw mut value).cast();
@@ -246,7 +246,7 @@ impl Descriptor {
         let mut found = (0..most).map(|_| Descriptor::new(self.library, kind)).collect::<Result<Vec<_>, Refused>>()?;
         let mut raw: Vec<Raw> = found.iter().map(|descriptor| descriptor.raw).collect();
         let mut count = 0;
-        let of_descriptors = Type::BackendDescriptor as u32;
+        let of_descriptors = AttributeKind::BackendDescriptor as u32;
         // SAFETY: cuDNN fills at most these descriptors.
         let status = unsafe {
             let at = raw.as_mut_ptr().cast();

@@ -46,6 +46,15 @@ pub(in crate::kernels) struct Cudnn {
     backward: Mutex<Plans>,
 }
 
+/// An attention of tensors on a device.
+#[derive(Clone, Copy)]
+pub(super) struct Attention<'a> {
+    pub(super) flash: &'a FlashAttention<'a>,
+    pub(super) dtype: DType,
+    /// q, k and v, from their first elements on.
+    pub(super) operands: [CudaView<'a>; 3],
+}
+
 /// Plans by shape. `None` where cuDNN has none.
 type Plans = HashMap<Shape, Option<Arc<Plan>>>;
 
@@ -124,9 +133,7 @@ impl Cudnn {
     pub(super) fn forward(
         &self,
         cuda: &CudaKernels,
-        flash: &FlashAttention<'_>,
-        dtype: DType,
-        operands: [CudaView<'_>; 3],
+        Attention { flash, dtype, operands }: Attention<'_>,
         [out, log_sums]: [CudaView<'_>; 2],
     ) -> Result<bool> {
         let Some(shape) = self.shape(flash, dtype) else { return Ok(false) };
@@ -142,9 +149,7 @@ impl Cudnn {
     pub(super) fn backward(
         &self,
         cuda: &CudaKernels,
-        flash: &FlashAttention<'_>,
-        dtype: DType,
-        operands: [CudaView<'_>; 3],
+        Attention { flash, dtype, operands }: Attention<'_>,
         [out, d_out, log_sums]: [CudaView<'_>; 3],
         gradients: [CudaView<'_>; 3],
         row_sums: CudaView<'_>,

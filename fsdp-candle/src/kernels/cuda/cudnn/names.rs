@@ -102,7 +102,7 @@ pub(super) enum Kind {
 /// Types of attributes (`cudnnBackendAttributeType_t`).
 #[derive(Clone, Copy, Debug)]
 #[repr(u32)]
-pub(super) enum Type {
+pub(super) enum AttributeKind {
     Handle = 0,
     DataType = 1,
     Boolean = 2,
