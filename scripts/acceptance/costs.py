@@ -11,11 +11,20 @@ HEAD = ["model", "batch", "by", "tokens a second", "s a step", "GiB in use", "Gi
 HEAD += ["share of peak"]
 ATTENTION_HEAD = ["tokens", "by", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s"]
 RATES_HEAD = ["kernel", "pass", "ms", "GB/s", "TFLOP/s"]
-# Flags of `bench kernels`: heads of 128, then of 64.
-KERNELS = [[], ["--heads", 64, "--kv-heads", 8, "--only", "attention"], ["--tokens", 2048, "--only", "attention"]]
-SMALL_KERNELS = [
-    ["--tokens", 64, "--width", 128, "--inner", 256, "--heads", 2, "--kv-heads", 1, "--vocabulary", 500, "--runs", 1]
+# What chooses who computes attention.
+BACKEND = "FSDP_ATTENTION_BACKEND"
+# Attention, and flags of `bench kernels`: heads of 128, then of 64.
+HEADS_OF_64 = ["--heads", 64, "--kv-heads", 8, "--only", "attention"]
+KERNELS = [
+    ("own", []),
+    ("own", HEADS_OF_64),
+    ("own", ["--tokens", 2048, "--only", "attention"]),
+    ("cudnn", ["--only", "attention"]),
+    ("cudnn", HEADS_OF_64),
+    ("cudnn", ["--tokens", 2048, "--only", "attention"]),
 ]
+SMALL_SIZES = ["--tokens", 64, "--width", 128, "--inner", 256, "--heads", 2, "--kv-heads", 1, "--vocabulary", 500]
+SMALL_KERNELS = [("own", [*SMALL_SIZES, "--runs", 1])]
 # Name, model, sequences, tokens.
 SHAPES = [
     ("Llama 3.2 1B", models.LLAMA_1B, 2, 2048),
@@ -23,6 +32,12 @@ SHAPES = [
     ("eight layers of Llama 3.1 8B", {**models.LLAMA_8B, "num_hidden_layers": 8}, 1, 8192),
 ]
 SMALL = [("a tiny Llama", models.LLAMA_TINY, 1, 64)]
+# Name, attention and flags of this library's ways.
+OURS = [
+    ("own attention", "own", []),
+    ("cuDNN attention", "cudnn", []),
+    ("cuDNN attention, float8 products", "cudnn", ["--compute", "float8"]),
+]
 # Name and flags of PyTorch's ways.
 PYTORCH = [
     ("eager", []),
@@ -35,13 +50,21 @@ def steps(run):
     """Yields the name and the function of each row."""
     shapes = [shaped(run, *shape) for shape in (SMALL if run.args.small else SHAPES)]
     for shape in shapes:
-        yield f"{shape.title}, here", functools.partial(ours, shape)
+        for way in ways_for(run, is_last=shape is shapes[-1]):
+            yield f"{shape.title}, here, {way[0]}", functools.partial(ours, shape, *way)
     python, version = with_torch(run)
     # cuDNN needs a GPU, and the compiler takes minutes on CPUs.
     ways = PYTORCH if run.args.device == "cuda" else PYTORCH[:1]
     for shape in shapes:
         for way in ways:
             yield f"{shape.title}, PyTorch {way[0]}", functools.partial(theirs, shape, python, version, *way)
+
+
+def ways_for(run, is_last):
+    """Returns this library's ways. cuDNN and 8-bit products need a GPU; one shape shows what the latter are worth."""
+    if run.args.device != "cuda":
+        return OURS[:1]
+    return OURS if is_last else OURS[:2]
 
 
 def with_torch(run):
@@ -73,8 +96,22 @@ def cells(run, by, row):
     return [model, batch, by, *page.cells(row, per_token)]
 
 
-def ours(run):
-    return cells(run, "candle-fsdp", phases.measured(run, 1, run.peak))
+def ours(run, name, backend, flags):
+    env = {BACKEND: backend}
+    return cells(run, f"candle-fsdp, {name}", with_backend(lambda: phases.measured(run, 1, run.peak, flags, env)))
+
+
+def with_backend(measure):
+    """Measures this library. A row is skipped where cuDNN can't be used."""
+    try:
+        return measure()
+    except TookTooLong:
+        raise
+    except Failed as why:
+        refused = [line for line in str(why).splitlines() if f"{BACKEND}=cudnn:" in line]
+        if refused:
+            raise Skipped(refused[0].strip()) from why
+        raise
 
 
 def theirs(run, python, version, name, flags):
@@ -93,18 +130,20 @@ def of_pytorch(measure):
 
 def rates(run):
     """Yields the name and the function of the rows of this library's kernels."""
-    for flags in SMALL_KERNELS if run.args.small else KERNELS:
-        name = " ".join(map(str, ["kernels", *flags]))
-        yield name, functools.partial(rates_with, run, flags)
+    for backend, flags in SMALL_KERNELS if run.args.small else KERNELS:
+        name = " ".join(map(str, [f"kernels, {backend} attention", *flags]))
+        yield name, functools.partial(rates_with, run, backend, flags)
 
 
-def rates_with(run, flags):
+def rates_with(run, backend, flags):
     """Measures kernels, and returns the rows of cells."""
     command = [run.programs / "bench", "kernels", "--device", run.args.device, "--json", *flags]
     rows, shape = [], "" if run.args.small else f" {' '.join(map(str, flags))}"
-    for found in json_lines(run.runner.run("kernels", command)):
+    text = with_backend(lambda: run.runner.run("kernels", command, {BACKEND: backend}))
+    for found in json_lines(text):
         rate = lambda key: f"{found[key]:.0f}" if key in found else ""  # noqa: B023, E731
-        rows.append([found["name"] + shape, found["pass"], f"{found['ms']:.3f}", rate("gb_s"), rate("tflop_s")])
+        name = found["name"] + (f" by {found['library']}" if "library" in found else "")
+        rows.append([name + shape, found["pass"], f"{found['ms']:.3f}", rate("gb_s"), rate("tflop_s")])
     if not rows:
         raise Failed("`bench kernels` printed no row")
     return rows

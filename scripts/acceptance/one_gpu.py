@@ -20,11 +20,11 @@ STEPS = [
     Step("nccl", "PyTorch's recorded runs over NCCL on a shared GPU", 170, over_nccl.HEAD, over_nccl.jobs),
     Step("drills", "a killed and a stopped rank", 40, drills.HEAD, drills.jobs),
     Step("faults", "a skipped collective, and others that differ", 70, binaries.HEAD, binaries.faults),
-    Step("speed", "a training step beside PyTorch's", 120, costs.HEAD, costs.steps),
-    Step("rates", "kernels, with their bandwidth and arithmetic", 20, costs.RATES_HEAD, costs.rates),
+    Step("speed", "a training step beside PyTorch's", 140, costs.HEAD, costs.steps),
+    Step("rates", "kernels, with their bandwidth and arithmetic", 30, costs.RATES_HEAD, costs.rates),
     Step("attention", "PyTorch's attention", 20, costs.ATTENTION_HEAD, costs.attention),
-    Step("kernels", "layers and kernels beside f64, and random graphs", 60, binaries.HEAD, binaries.kernels),
-    Step("collectives", "every collective over NCCL, on 1 to 4 ranks", 40, binaries.HEAD, binaries.collectives),
+    Step("kernels", "layers and kernels beside f64, and random graphs", 50, binaries.HEAD, binaries.kernels),
+    Step("collectives", "every collective over NCCL, on 1 to 4 ranks", 20, binaries.HEAD, binaries.collectives),
 ]
 # Seconds that one command may take: longer than FSDP_TIMEOUT_S, whose error says what is wrong.
 COMMAND_S = 75

@@ -79,7 +79,7 @@ def build(run):
     if is_double():
         run.is_built = True
         raise Skipped("scripts/gpu-double has built the programs")
-    features = ["--features", "cuda,nccl"] if run.args.device == "cuda" else []
+    features = ["--features", "cuda,nccl,cudnn"] if run.args.device == "cuda" else []
     # Build the whole workspace: another selection would compile Candle again.
     run.runner.run("build", ["cargo", "build", "--release", "--workspace", *features])
     run.is_built = True
@@ -168,10 +168,10 @@ def speed(run):
     return result
 
 
-def measured(run, ranks, peak):
-    """Returns a row of `bench step` on a number of ranks."""
+def measured(run, ranks, peak, flags=(), env=None):
+    """Returns a row of `bench step` on a number of ranks, with more flags and variables of the environment."""
     with DeviceMemory(enabled=bool(run.gpus)) as used:
-        text = run.launch(f"speed-{ranks}", ranks, "bench", "step", *step_flags(run), "--json")
+        text = run.launch(f"speed-{ranks}", ranks, "bench", "step", *step_flags(run), *flags, "--json", env=env)
     found = only(json_lines(text), "bench step")
     if not math.isfinite(found["loss"]):
         raise Failed(f"the loss on {ranks} ranks is {found['loss']}")
