@@ -11,6 +11,7 @@ use fsdp_core::{Buffer, DType, DeviceId, View};
 use parking_lot::Mutex;
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
+use super::attention_backend::wants_cudnn;
 use super::compiler::{Kernel, Library};
 use super::cublas_lt::CublasLt;
 #[cfg(feature = "cudnn")]
@@ -156,6 +157,7 @@ pub(super) struct Copies {
 
 impl CudaKernels {
     pub(super) fn new(device: CudaDevice, stream: Arc<CudaStream>) -> Result<Self> {
+        wants_cudnn()?;
         let library = Library::new(&stream)?;
         let partials = Mutex::new(CudaMemory::uninit(&stream, DType::F64, MAX_PARTIALS)?);
         Ok(CudaKernels {

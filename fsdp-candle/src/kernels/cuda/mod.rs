@@ -10,6 +10,7 @@
 
 mod activations;
 mod attention;
+mod attention_backend;
 mod compiler;
 mod cublas_lt;
 #[cfg(feature = "cudnn")]

@@ -20,13 +20,12 @@ use self::attention::{
 };
 use self::graph::{Plan, Target};
 use self::library::{Handle, Library, Refused, library};
+use super::attention_backend::{VARIABLE, wants_cudnn};
 use super::device::CudaKernels;
 use super::flash_attention::FlashAttention;
 use crate::error::Error;
 use crate::warning::warn;
 
-/// The environment variable that chooses: `cudnn`, or `own` for this crate's kernels.
-const VARIABLE: &str = "FSDP_ATTENTION_BACKEND";
 /// Compute capabilities of Hopper and Blackwell, where cuDNN is faster than this crate's kernels.
 const CAPABILITIES: std::ops::RangeInclusive<i32> = 9..=10;
 /// Fewest queries, unless the environment asks for cuDNN. With less, attention takes little of a step, and models whose
@@ -58,20 +57,10 @@ pub(super) struct Attention<'a> {
 /// Plans by shape. `None` where cuDNN has none.
 type Plans = HashMap<Shape, Option<Arc<Plan>>>;
 
-/// Returns whether the environment asks for cuDNN: `None` where it says nothing.
-fn wanted() -> Result<Option<bool>> {
-    match std::env::var(VARIABLE).as_deref() {
-        Err(_) | Ok("") => Ok(None),
-        Ok("cudnn") => Ok(Some(true)),
-        Ok("own") => Ok(Some(false)),
-        Ok(other) => bail!("{VARIABLE}={other}: expected cudnn or own"),
-    }
-}
-
 impl Cudnn {
     /// Returns a device's cuDNN, or `None` if it can't be used. Fails if it can't and the environment asks for it.
     pub(super) fn new(cuda: &CudaKernels) -> Result<Option<Self>> {
-        let wanted = wanted()?;
+        let wanted = wants_cudnn()?;
         if wanted == Some(false) {
             return Ok(None);
         }
