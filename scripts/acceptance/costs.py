@@ -11,7 +11,7 @@ HEAD = ["model", "batch", "by", "tokens a second", "s a step", "GiB in use", "Gi
 HEAD += ["share of peak"]
 ATTENTION_HEAD = ["tokens", "by", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s"]
 RATES_HEAD = ["kernel", "pass", "ms", "GB/s", "TFLOP/s"]
-# What chooses who computes attention.
+# The environment variable that chooses the library of attention.
 BACKEND = "FSDP_ATTENTION_BACKEND"
 # Attention, and flags of `bench kernels`: heads of 128, then of 64.
 HEADS_OF_64 = ["--heads", 64, "--kv-heads", 8, "--only", "attention"]

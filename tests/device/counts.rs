@@ -118,7 +118,7 @@ fn counts_of_experts(layers: usize, steps: usize) -> Counts {
 #[test]
 fn a_layer_of_experts_waits_once() {
     let [few, many] = [1, 2].map(|layers| [1, 3].map(|steps| counts_of_experts(layers, steps)));
-    // What one more layer adds to a step.
+    // Returns the counts that one more layer adds to a step.
     let a_layer = |category: &str, is_it: &dyn Fn(&str) -> bool| {
         let of = |counts: &[Counts; 2]| counts[1].sum(category, is_it) - counts[0].sum(category, is_it);
         (of(&many) - of(&few)) / 2

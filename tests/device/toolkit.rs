@@ -55,6 +55,8 @@ fn attention_that_cudnn_cannot_compute_is_told_so() {
     let old = train("cudnn", &[("GPU_DOUBLE_CAPABILITY", "80")]).failed();
     let parts = ["FSDP_ATTENTION_BACKEND=cudnn", "the GPU has compute capability 8.0", "Unset it"];
     assert!(parts.iter().all(|part| old.contains(part)), "{old}");
+    let version = train("cudnn", &[("GPU_DOUBLE_CUDNN", "91900")]).failed();
+    assert!(version.contains("cuDNN 9.19 is installed, and attention needs 9.25"), "{version}");
     let unknown = train("flash", &[]).failed();
     assert!(unknown.contains("FSDP_ATTENTION_BACKEND=flash: expected cudnn or own"), "{unknown}");
     // By default, a GPU that cuDNN is not used on is said once.

@@ -11,6 +11,7 @@ mod curand;
 mod driver;
 mod element;
 mod kernels;
+mod library_handles;
 mod machine;
 mod memory;
 mod nccl;

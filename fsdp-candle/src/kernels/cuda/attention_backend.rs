@@ -1,4 +1,4 @@
-//! The environment's choice of what computes attention.
+//! The environment variable that chooses between cuDNN's attention and this crate's.
 
 use candle_core::{Result, bail};
 

@@ -22,8 +22,8 @@ fn rows_of(rows: usize, threads: u32) -> LaunchConfig {
     LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 }
 }
 
-/// Returns the columns (U32) of each row's `count` largest values (F32), the largest first. Of equal values the first is
-/// the largest. A row has `width` elements, at least `count`.
+/// Returns the columns (U32) of each row's `count` largest values (F32), the largest first. Among equal values, the first
+/// counts as the largest. A row has `width` elements, at least `count`.
 pub(crate) fn largest_of_rows(values: Slice<'_>, width: usize, count: usize) -> Result<Buffer> {
     let (cuda, rows) = (of_slice(&values)?, values.len() / width.max(1));
     same_dtype(DType::F32, values.dtype())?;

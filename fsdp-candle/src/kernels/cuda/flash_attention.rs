@@ -1,4 +1,4 @@
-//! Attention on tensor cores: `flash_attention.cuh`.
+//! Attention on tensor cores: by cuDNN where it has a plan, else by `flash_attention.cuh`.
 
 use candle_core::{Result, bail};
 use cudarc::driver::LaunchConfig;

@@ -521,7 +521,7 @@ pub(super) fn clear(cuda: &CudaKernels, to: CudaView<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the numbers that follow `factor` and `l2` in the arguments of Adam's kernels. With 8 bits there is no `l2`.
+/// Returns the numbers that follow `factor` and `l2` in the arguments of Adam's kernels. The 8-bit kernels take no `l2`.
 fn numbers(update: &AdamUpdate) -> [f64; 8] {
     let AdamUpdate { decay, beta1, beta2, step_size, root_bias_correction2, eps, .. } = *update;
     [decay, beta1, 1. - beta1, beta2, 1. - beta2, step_size, root_bias_correction2, eps]

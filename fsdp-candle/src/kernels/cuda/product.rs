@@ -163,7 +163,8 @@ pub(crate) fn add_products(
     Ok(done.map_err(|error| failed(&error))?)
 }
 
-/// The arithmetic of products: how cuBLAS sums, and its factors of the products and of what they are added to.
+/// The arithmetic of products: the type in which cuBLAS sums, the factor of a product, and the factor of the values that
+/// it is added to.
 pub(super) struct Scales {
     pub(super) compute: sys::cublasComputeType_t,
     is_double: bool,

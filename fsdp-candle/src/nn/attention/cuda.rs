@@ -1,7 +1,7 @@
 //! Attention on CUDA devices.
 //!
 //! In BF16 and F16, with heads of 64 or 128 elements and without dropout, one kernel computes forward and two compute
-//! backward ([`FlashAttention`]). Scores never leave the chip.
+//! backward ([`FlashAttention`]), or cuDNN's kernels do, also for other heads. Scores never leave the chip.
 //!
 //! Otherwise cuBLAS computes the products of a block of queries with all key heads at once, and a kernel the softmax
 //! between two products.

@@ -83,7 +83,7 @@ struct Routing {
 }
 
 impl Routing {
-    /// Sorts the routes `[tokens, K]`. Fails for a number that is no expert's.
+    /// Sorts the routes `[tokens, K]`. Fails if the number of an expert is too large.
     fn new(function: &str, chosen: &Tensor, experts: usize, device: &Device) -> Result<Self> {
         let read = || indices(function, "expert", chosen, experts, "number of experts");
         let count = |chosen: Vec<u32>| {
@@ -109,7 +109,7 @@ impl Routing {
     }
 }
 
-/// What the graph keeps for backward: rows of the sorted routes.
+/// The values that the graph keeps for backward, with a row for each sorted route.
 struct Kept {
     routing: Routing,
     gates: Buffer,
@@ -123,7 +123,7 @@ struct Experts(Vec<[Weight; 3]>);
 struct Gradients {
     x: Option<Tensor>,
     route_weights: Option<Tensor>,
-    /// Of each expert's gate, up and down.
+    /// The gradients of each expert's gate, up and down.
     weights: Vec<Option<Tensor>>,
 }
 

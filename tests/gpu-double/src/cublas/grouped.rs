@@ -6,7 +6,9 @@ use std::ffi::{c_int, c_void};
 use crate::machine::machine;
 use crate::streams::{self, Access, Operation, Progress, Touch};
 
-use super::{Call, EXECUTION_FAILED, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED, Operand, SUCCESS, operation, with};
+use super::{
+    Call, EXECUTION_FAILED, HANDLES, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED, Operand, SUCCESS, operation,
+};
 use crate::element::Element;
 
 const NAME: &str = "cublasGemmGroupedBatchedEx";
@@ -45,7 +47,7 @@ unsafe extern "C" fn cublasGemmGroupedBatchedEx(
     group_sizes: *const c_int,
     compute: c_int,
 ) -> c_int {
-    let stream = with(|handles| handles.live.get(&(handle as usize)).copied());
+    let stream = HANDLES.stream(handle);
     let Some(stream) = stream else { return NOT_INITIALIZED };
     let matrices = [(a, a_type, lda), (b, b_type, ldb), (c, c_type, ldc)]
         .map(|(addresses, element, leading)| Matrices { addresses, element, leading });

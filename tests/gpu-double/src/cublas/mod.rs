@@ -2,11 +2,7 @@
 #![allow(non_snake_case, reason = "cuBLAS's names")]
 #![allow(clippy::too_many_arguments, reason = "cuBLAS's")]
 
-use std::{
-    collections::BTreeMap,
-    ffi::{c_int, c_longlong, c_void},
-    sync::{Mutex, PoisonError},
-};
+use std::ffi::{c_int, c_longlong, c_void};
 
 mod grouped;
 mod lt;
@@ -16,6 +12,7 @@ mod tests;
 use crate::{
     bytes,
     element::{Element, Matrix, Product, Strides, multiply},
+    library_handles::LibraryHandles,
     report,
     streams::{self, Access, Operation, Progress, Touch},
 };
@@ -30,46 +27,28 @@ const NOT_SUPPORTED: c_int = 15;
 const R_64F: c_int = 1;
 const COMPUTE_64F: c_int = 70;
 
-/// Streams by handle.
-#[derive(Default)]
-struct Handles {
-    live: BTreeMap<usize, usize>,
-    made: usize,
-}
-
-static HANDLES: Mutex<Option<Handles>> = Mutex::new(None);
-
-fn with<T>(f: impl FnOnce(&mut Handles) -> T) -> T {
-    f(HANDLES.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(Handles::default))
-}
+static HANDLES: LibraryHandles = LibraryHandles::from(0x4200_0000);
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cublasCreate_v2(handle: *mut *mut c_void) -> c_int {
-    with(|handles| {
-        handles.made += 1;
-        let made = 0x4200_0000 + handles.made;
-        handles.live.insert(made, 0);
-        // SAFETY: the caller passes a pointer to a handle.
-        unsafe { *handle = made as *mut c_void };
-    });
+    // SAFETY: the caller passes a pointer to a handle.
+    unsafe { *handle = HANDLES.create() };
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cublasDestroy_v2(handle: *mut c_void) -> c_int {
-    with(|handles| handles.live.remove(&(handle as usize))).map_or(NOT_INITIALIZED, |_| SUCCESS)
+    HANDLES.destroy(handle).map_or(NOT_INITIALIZED, |()| SUCCESS)
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_void) -> c_int {
-    let known = with(|handles| handles.live.get_mut(&(handle as usize)).map(|of| *of = stream as usize));
-    known.map_or(NOT_INITIALIZED, |()| SUCCESS)
+    HANDLES.set_stream(handle, stream).map_or(NOT_INITIALIZED, |()| SUCCESS)
 }
 
 /// See [`operation`].
 unsafe fn product(handle: *mut c_void, call: Call) -> c_int {
-    let stream = with(|handles| handles.live.get(&(handle as usize)).copied());
-    let Some(stream) = stream else { return NOT_INITIALIZED };
+    let Some(stream) = HANDLES.stream(handle) else { return NOT_INITIALIZED };
     // SAFETY: the caller's.
     match unsafe { operation(call) } {
         Err((status, why)) => {

@@ -1,4 +1,4 @@
-//! Finalization: from the attributes of an open descriptor to what it describes.
+//! Finalization: reads the attributes of an open descriptor, and builds the value that it describes.
 
 use std::{collections::BTreeMap, sync::Arc};
 

@@ -214,7 +214,8 @@ pub(super) fn plan_and_pack(plan: usize, pack: usize) -> Result<(Arc<Config>, Ar
     })
 }
 
-/// Gets an attribute: at most `wanted` elements, and their number. Descriptors are written to those that `values` holds.
+/// Gets an attribute: at most `wanted` elements, and their number. Results that are
+/// descriptors go into the descriptors that `values` lists.
 ///
 /// `count` is null or points to a number, and `values` is null or has room for `wanted` elements of the type `of`.
 pub(super) unsafe fn get(

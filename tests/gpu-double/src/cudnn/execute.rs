@@ -58,7 +58,7 @@ impl Place<'_> {
         if self.at.max(other.at) >= (self.at + self.len as u64).min(other.at + other.len as u64) {
             return false;
         }
-        // Tensors may lie between each other's rows.
+        // Rows of two tensors may alternate in memory, as those of packed q, k and v.
         let (mine, others) = (self.ranges(), other.ranges());
         mine.iter().any(|(start, end)| {
             let next = others.partition_point(|(_, other)| other <= start);

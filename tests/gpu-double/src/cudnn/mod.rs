@@ -5,13 +5,9 @@
 //! graphs that cuDNN's engines do not compute on a GPU of capability 9.0.
 #![allow(non_snake_case, reason = "cuDNN's names")]
 
-use std::{
-    collections::BTreeMap,
-    ffi::{c_char, c_int, c_void},
-    sync::{Mutex, PoisonError},
-};
+use std::ffi::{c_char, c_int, c_void};
 
-use crate::streams;
+use crate::{library_handles::LibraryHandles, streams};
 
 mod attributes;
 mod build;
@@ -27,23 +23,13 @@ mod tests;
 
 use refusal::{EXECUTION_FAILED, NOT_INITIALIZED, NULL_POINTER, Refusal, SUCCESS, status};
 
+/// The version, unless `GPU_DOUBLE_CUDNN` has another one.
 const VERSION: usize = 92_600;
 
-/// Streams by handle.
-#[derive(Default)]
-struct Handles {
-    live: BTreeMap<usize, usize>,
-    made: usize,
-}
-
-static HANDLES: Mutex<Option<Handles>> = Mutex::new(None);
-
-fn with<T>(f: impl FnOnce(&mut Handles) -> T) -> T {
-    f(HANDLES.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
-}
+static HANDLES: LibraryHandles = LibraryHandles::from(0x4300_0000);
 
 fn is_handle(handle: usize) -> bool {
-    with(|handles| handles.live.contains_key(&handle))
+    HANDLES.stream(handle as *mut c_void).is_some()
 }
 
 fn unknown_handle() -> Refusal {
@@ -56,7 +42,7 @@ fn null(what: &str) -> Refusal {
 
 #[unsafe(no_mangle)]
 extern "C" fn cudnnGetVersion() -> usize {
-    VERSION
+    std::env::var("GPU_DOUBLE_CUDNN").ok().and_then(|number| number.parse().ok()).unwrap_or(VERSION)
 }
 
 #[unsafe(no_mangle)]
@@ -80,26 +66,19 @@ unsafe extern "C" fn cudnnGetLastErrorString(message: *mut c_char, max_size: usi
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cudnnCreate(handle: *mut *mut c_void) -> c_int {
-    with(|handles| {
-        handles.made += 1;
-        let made = 0x4300_0000 + handles.made;
-        handles.live.insert(made, 0);
-        // SAFETY: the caller passes a pointer to a handle.
-        unsafe { *handle = made as *mut c_void };
-    });
+    // SAFETY: the caller passes a pointer to a handle.
+    unsafe { *handle = HANDLES.create() };
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cudnnDestroy(handle: *mut c_void) -> c_int {
-    let removed = with(|handles| handles.live.remove(&(handle as usize)));
-    status("cudnnDestroy", removed.map(|_| ()).ok_or_else(unknown_handle))
+    status("cudnnDestroy", HANDLES.destroy(handle).ok_or_else(unknown_handle))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cudnnSetStream(handle: *mut c_void, stream: *mut c_void) -> c_int {
-    let known = with(|handles| handles.live.get_mut(&(handle as usize)).map(|of| *of = stream as usize));
-    status("cudnnSetStream", known.ok_or_else(unknown_handle))
+    status("cudnnSetStream", HANDLES.set_stream(handle, stream).ok_or_else(unknown_handle))
 }
 
 #[unsafe(no_mangle)]
@@ -152,11 +131,11 @@ extern "C" fn cudnnBackendFinalize(descriptor: *mut c_void) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cudnnBackendExecute(handle: *mut c_void, plan: *mut c_void, pack: *mut c_void) -> c_int {
     let execute = || {
-        let stream = with(|handles| handles.live.get(&(handle as usize)).copied()).ok_or_else(unknown_handle)?;
+        let stream = HANDLES.stream(handle).ok_or_else(unknown_handle)?;
         let (plan, pack) = descriptor::plan_and_pack(plan as usize, pack as usize)?;
         // SAFETY: the caller passes the addresses of numbers of their tensors' types.
         let operation = unsafe { execute::operation(&plan, &pack) }?;
-        match streams::enqueue(stream as *mut c_void, operation) {
+        match streams::enqueue(stream, operation) {
             0 => Ok(()),
             error => Err(Refusal { status: EXECUTION_FAILED, why: format!("the driver refuses with {error}") }),
         }

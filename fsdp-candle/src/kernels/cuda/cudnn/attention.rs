@@ -41,7 +41,7 @@ const LARGEST_HEAD: usize = 128;
 
 const FLOAT: DataType = DataType::Float;
 
-/// What plans of attentions depend on.
+/// The properties of an attention for which cuDNN makes a plan.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Shape {
     pub(super) dtype: DType,

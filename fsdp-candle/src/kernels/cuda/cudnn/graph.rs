@@ -321,7 +321,7 @@ impl Engine {
 }
 
 impl Target<'_> {
-    /// Names the device in an attribute, if there is no handle for it.
+    /// Sets the attribute that names the device, unless the target has a handle.
     fn set(self, descriptor: &mut Descriptor, name: Name) -> Result<(), Refused> {
         if let Target::Properties(properties) = self {
             descriptor.set(name, Values::Descriptors(&[properties]))?;
