@@ -52,7 +52,7 @@ unsafe extern "C" fn cublasGemmGroupedBatchedEx(
     let matrices = [(a, a_type, lda), (b, b_type, ldb), (c, c_type, ldc)]
         .map(|(addresses, element, leading)| Matrices { addresses, element, leading });
     // The addresses are there once the stream has come here. The host learns nothing by it.
-    match streams::run_queued(stream as *mut c_void, NAME) {
+    match streams::run_queued(stream, NAME) {
         0 => {}
         _ => return EXECUTION_FAILED,
     }
@@ -72,7 +72,7 @@ unsafe extern "C" fn cublasGemmGroupedBatchedEx(
             let mut is_new = |at: u64| written.insert(core.allocations.base(at));
             operation.touches.retain(|touch| touch.access == Access::Read || is_new(touch.at));
             drop(core);
-            match streams::enqueue(stream as *mut c_void, operation) {
+            match streams::enqueue(stream, operation) {
                 0 => SUCCESS,
                 _ => EXECUTION_FAILED,
             }

@@ -56,7 +56,7 @@ unsafe fn product(handle: *mut c_void, call: Call) -> c_int {
             status
         }
         Ok(None) => SUCCESS,
-        Ok(Some(operation)) => match streams::enqueue(stream as *mut c_void, operation) {
+        Ok(Some(operation)) => match streams::enqueue(stream, operation) {
             0 => SUCCESS,
             _ => EXECUTION_FAILED,
         },
