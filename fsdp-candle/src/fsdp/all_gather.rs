@@ -15,7 +15,7 @@ use super::comm::AllGather;
 use super::param::FsdpParam;
 use super::replica_shards::ReplicaShards;
 use super::shard::SentShard;
-use super::shard_reader::ShardReader;
+use super::shard_inputs::ShardInputs;
 use super::unit_params::UnitParams;
 use super::unsharded_memory::{FullBuffer, UnshardMemory};
 use crate::error::Error;
@@ -133,7 +133,7 @@ impl AllGatherResult {
 impl AllGatherRequest {
     fn of(unit: &UnitParams, replica_shards: &ReplicaShards, missing: &[usize]) -> Result<Vec<Self>> {
         let mut requests: Vec<AllGatherRequest> = vec![];
-        let reader = ShardReader::new(unit.pool());
+        let inputs = ShardInputs::new(unit.pool());
         for &position in missing {
             let param = &unit.params()[position];
             let kept = match param.full.take_post_forward_shard() {
@@ -162,7 +162,7 @@ impl AllGatherRequest {
                 None => {
                     let shard = match param.spec.over_replicas {
                         Some(_) => SentShard::OfReplicas(replica_shards.shard(unit, position)?),
-                        None => SentShard::Own { shard: &param.shard, pool: unit.pool(), reader: &reader },
+                        None => SentShard::Own { shard: &param.shard, inputs: &inputs },
                     };
                     let layout = &param.spec.layout;
                     let encoded = param.spec.encoding.encode(&shard, layout.counts(), param.compute_dtype())?;
@@ -177,6 +177,7 @@ impl AllGatherRequest {
             };
             params.push((param.clone(), gathered));
         }
+        inputs.start()?;
         Ok(requests)
     }
 }

@@ -117,7 +117,8 @@ impl fmt::Display for MemorySummary {
             let rest = total.saturating_sub(free).saturating_sub(self.known() as u64);
             write!(
                 f,
-                ". The rest, {}, is activations, sharded gradients, optimizer state, and memory of other processes",
+                ". The rest, {}, is activations, sharded gradients, optimizer state, NCCL's memory, and memory of other \
+                 processes",
                 size(rest)
             )?;
         }

@@ -128,6 +128,7 @@ mod replica_shards;
 mod schedule;
 mod settings;
 mod shard;
+mod shard_inputs;
 mod shard_reader;
 mod unit_call;
 mod unit_options;

@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor, bail};
 use fsdp_core::{Allocator, GatherPart, Work, heartbeat};
 use parking_lot::Mutex;
 
-use super::shard_reader::ShardReader;
+use super::shard_inputs::ShardInputs;
 use super::unit_params::UnitParams;
 use crate::data_parallel::{DataParallel, ReplicaLayout};
 use crate::error::Error;
@@ -60,13 +60,14 @@ impl ReplicaShards {
         }
         for (ranks, positions) in sets {
             let Some(replicas) = ranks.replicate() else { continue };
-            let (mut parts, reader) = (vec![], ShardReader::new(unit.pool()));
+            let (mut parts, inputs) = (vec![], ShardInputs::new(unit.pool()));
             for &position in &positions {
                 let param = &unit.params()[position];
                 let counts = param.divided_over_replicas()?.layout.counts();
-                let input = param.shard.input(param.compute_dtype(), unit.pool(), &reader)?;
+                let input = param.shard.input(param.compute_dtype(), &inputs)?;
                 parts.push(GatherPart { input, counts });
             }
+            inputs.start()?;
             tracing::debug!(unit = unit.name(), parameters = positions.len(), "gather shards over replicas");
             let signature = unit.signature(positions.iter().copied()).with_advice(REPLICA_GATHER_ADVICE);
             let work = replicas.signed(signature).all_gather(parts, unit.pool().clone());

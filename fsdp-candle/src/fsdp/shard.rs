@@ -7,12 +7,10 @@ use fsdp_core::{Allocator, Readable};
 
 use super::offload::{Downloads, Offload};
 use super::policy::OffloadPolicy;
-use super::shard_reader::ShardReader;
+use super::shard_inputs::ShardInputs;
 use crate::disk::{FileMemory, FileTensor, FileValues, StateFile};
 use crate::error::{Error, Result};
-use crate::storage::{
-    Memory, Pool, PooledBuffer, TensorMemory, copy_tensor, take, to_core_dtype, to_dtype, with_slice,
-};
+use crate::storage::{Memory, PooledBuffer, TensorMemory, copy_tensor, take, to_core_dtype, to_dtype, with_slice};
 
 /// This rank's shard of a parameter.
 pub(crate) struct Shard {
@@ -141,24 +139,19 @@ impl Shard {
     }
 
     /// Returns the values in a dtype, as the input of a collective on the device that computes. A copy takes memory of
-    /// the pool.
-    pub(super) fn input(
-        &self,
-        dtype: DType,
-        pool: &Arc<Pool>,
-        reader: &Arc<ShardReader>,
-    ) -> candle_core::Result<Arc<dyn Readable>> {
+    /// the pool on the CPU. A device's own pool also gives the memory to other sizes.
+    pub(super) fn input(&self, dtype: DType, inputs: &ShardInputs) -> candle_core::Result<Arc<dyn Readable>> {
         match &self.home {
             ShardHome::Host(offload) => Ok(Arc::new(offload.upload(to_core_dtype(dtype)?)?)),
-            ShardHome::Disk(on_disk) => Ok(Arc::new(reader.add(on_disk, to_core_dtype(dtype)?))),
-            // A device's own pool also gives the memory to other sizes.
-            ShardHome::Device if self.var.dtype() == dtype || !self.var.device().is_cpu() => {
-                Ok(Arc::new(TensorMemory(self.to_dtype(dtype)?)))
+            ShardHome::Disk(on_disk) => Ok(Arc::new(inputs.on_disk.add(on_disk, to_core_dtype(dtype)?))),
+            ShardHome::Device if self.var.dtype() == dtype => {
+                Ok(Arc::new(TensorMemory(self.settled().as_tensor().clone())))
             }
+            ShardHome::Device if !self.var.device().is_cpu() => inputs.cast(&self.var, dtype),
             ShardHome::Device => {
-                let mut cast = pool.take(to_core_dtype(dtype)?, self.var.elem_count()).map_err(Error::from)?;
+                let mut cast = inputs.pool.take(to_core_dtype(dtype)?, self.var.elem_count()).map_err(Error::from)?;
                 let outcome = with_slice(&self.var, |kernels, values| kernels.cast(values, (&mut cast).into()));
-                let cast = PooledBuffer::new(cast, pool);
+                let cast = PooledBuffer::new(cast, &inputs.pool);
                 outcome.map(|()| Arc::new(cast) as _)
             }
         }
@@ -168,7 +161,7 @@ impl Shard {
 /// The shard that an all-gather over the shard ranks sends.
 pub(super) enum SentShard<'a> {
     /// The shard that this rank stores.
-    Own { shard: &'a Shard, pool: &'a Arc<Pool>, reader: &'a Arc<ShardReader> },
+    Own { shard: &'a Shard, inputs: &'a ShardInputs },
     /// The shard in the compute dtype, gathered from the replicas that divide it.
     OfReplicas(Tensor),
 }
@@ -177,7 +170,7 @@ impl SentShard<'_> {
     /// Returns the values in a dtype, as the input of a collective.
     pub(super) fn input(&self, dtype: DType) -> candle_core::Result<Arc<dyn Readable>> {
         match self {
-            SentShard::Own { shard, pool, reader } => shard.input(dtype, pool, reader),
+            SentShard::Own { shard, inputs } => shard.input(dtype, inputs),
             SentShard::OfReplicas(shard) => Ok(Arc::new(TensorMemory(shard.clone()))),
         }
     }

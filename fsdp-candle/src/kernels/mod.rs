@@ -259,6 +259,12 @@ pub(crate) trait Kernels: Send + Sync {
         Ok(None)
     }
 
+    /// Starts casts of contiguous tensors to buffers of these dtypes, beside computations. The caller keeps tensors and
+    /// buffers until the device waits for the casts ([`PendingCopy::order`]). Returns `None` if this device is the CPU.
+    fn casts(&self, _tensors: &[(Tensor, DType)]) -> candle_core::Result<Option<(Vec<Buffer>, Box<dyn PendingCopy>)>> {
+        Ok(None)
+    }
+
     /// Prepares a contiguous CPU tensor for repeated copies to this device. Returns `None` if this device is the CPU.
     fn host_source(&self, _tensor: &Tensor, _page_locked: bool) -> candle_core::Result<Option<Box<dyn HostSource>>> {
         Ok(None)

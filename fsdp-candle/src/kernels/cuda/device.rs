@@ -153,6 +153,8 @@ pub(in crate::kernels) struct CudaKernels {
 pub(super) struct Copies {
     pub(super) up: Arc<CudaStream>,
     pub(super) down: Arc<CudaStream>,
+    /// For casts of shards, which all-gathers wait for and computations do not.
+    pub(super) casts: Arc<CudaStream>,
 }
 
 impl CudaKernels {
@@ -182,7 +184,7 @@ impl CudaKernels {
                 stream.map_err(|error| Error::Core(failed(&self.stream, "making a stream for copies", &error)))
             };
             // If two threads race, the first one's streams are kept.
-            let _ = self.copies.set(Copies { up: new()?, down: new()? });
+            let _ = self.copies.set(Copies { up: new()?, down: new()?, casts: new()? });
         }
         match self.copies.get() {
             Some(copies) => Ok(copies),

@@ -1,4 +1,5 @@
-//! Copies between host and device memory. Each direction has a stream beside the compute stream.
+//! Copies between host and device memory, and casts of shards. Each direction and the casts have a stream beside the
+//! compute stream.
 //!
 //! A device buffer is used in the compute stream's order. A copy waits for the computations so far, and the buffer's
 //! owner makes later computations wait for the copy ([`PendingCopy::order`]). Host memory has no stream order, so its
@@ -19,6 +20,7 @@ use super::super::cpu::CpuKernels;
 use super::super::{HostMemory, HostSource, Kernels, PendingCopy, Slice};
 use super::device::{CudaKernels, of_ordinal};
 use crate::error::Error;
+use crate::storage::with_slice;
 
 /// Size of a page, the unit of page-locking.
 const PAGE_BYTES: usize = 4096;
@@ -79,6 +81,30 @@ impl PendingCopy for StreamCopy {
             f(View::Cuda(memory.view().arriving(&self.stream, &self.end)));
         }
     }
+}
+
+/// See [`Kernels::casts`].
+pub(super) fn casts(cuda: &CudaKernels, tensors: &[(Tensor, DType)]) -> Result<(Vec<Buffer>, Box<dyn PendingCopy>)> {
+    let (compute, stream) = (&cuda.stream, &cuda.copies()?.casts);
+    // Allocated on the compute stream, which the casts wait for.
+    let take = |(tensor, dtype): &(Tensor, DType)| cuda.uninit(*dtype, tensor.elem_count());
+    let buffers = tensors.iter().map(take).collect::<Result<Vec<_>>>()?;
+    driver(stream, "waiting for the compute stream", stream.join(compute))?;
+    let cast = tensors.iter().zip(&buffers).try_for_each(|((tensor, dtype), to)| {
+        let to = of_device(compute, to)?.view();
+        with_slice(tensor, |_, from| {
+            let View::Cuda(view) = from.view() else { bail!("the shard is not on a CUDA device") };
+            cuda.cast_on(stream, (from.dtype(), view), (*dtype, to))
+        })
+    });
+    // Recorded even after a failure, because the casts before it run.
+    let end = Arc::new(driver(stream, "recording an event", stream.record_event(None))?);
+    let casting = StreamCopy { end, stream: stream.clone(), compute: compute.clone() };
+    if let Err(error) = cast {
+        casting.order()?;
+        return Err(error);
+    }
+    Ok((buffers, Box::new(casting)))
 }
 
 /// A CPU tensor as the source of copies.

@@ -39,8 +39,8 @@ use fsdp_core::{BlockFormat, Buffer, DType, Element, View};
 
 use super::slice::{ViewMut, each_dtype, no_values, same_length};
 use super::{
-    AdamUpdate, EightBits, HostMemory, HostSource, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut,
-    StorageMut, check_blocks,
+    AdamUpdate, EightBits, HostMemory, HostSource, Kernels, NormType, PendingCopy, Rows, STATE_BLOCK, SgdUpdate, Slice,
+    SliceMut, StorageMut, check_blocks,
 };
 use crate::error::Error;
 use compiler::Kernel;
@@ -423,6 +423,10 @@ impl Kernels for CudaKernels {
 
     fn free_memory(&self, wanted: u128) -> Result<Option<[u64; 2]>> {
         self.query_memory(wanted)
+    }
+
+    fn casts(&self, tensors: &[(Tensor, DType)]) -> Result<Option<(Vec<Buffer>, Box<dyn PendingCopy>)>> {
+        host_copies::casts(self, tensors).map(Some)
     }
 
     fn host_source(&self, tensor: &Tensor, page_locked: bool) -> Result<Option<Box<dyn HostSource>>> {

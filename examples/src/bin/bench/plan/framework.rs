@@ -158,7 +158,7 @@ impl Framework {
     }
 
     /// Returns the elements per token that candle-fsdp keeps inside an MLP.
-    fn within(self, mlp: &Mlp) -> f64 {
+    pub(super) fn within(self, mlp: &Mlp) -> f64 {
         // On a CPU and in mixtures of experts, the output of a fused activation is computed again.
         let recomputed = if self == Framework::Candle || self.is_one_operation(mlp) { 1. } else { 0. };
         let widths = match mlp.kind {
@@ -169,22 +169,9 @@ impl Framework {
         widths * mlp.inner * mlp.times
     }
 
-    /// Returns the most bytes that a block's backward of this many tokens uses besides what forward kept: in the middle of
-    /// its MLP, or in its attention, when the MLP's activations are free.
-    pub(super) fn backward(self, layer: &Layer, compute: Precision, tokens: f64) -> f64 {
-        let e = compute.bytes();
-        let in_mlp = tokens * self.flowing(layer, compute);
-        if self != Framework::OnDevice {
-            return in_mlp;
-        }
-        let freed = e * (self.within(&layer.mlp) + 2. * layer.residual);
-        let gradients = e * 2. * layer.width;
-        in_mlp.max(on_device::attention_memory(layer, compute) + tokens * (gradients - freed))
-    }
-
     /// Returns the bytes per token of gradients in a block at their peak, in the middle of an MLP. Candle adds each
     /// gradient to a tensor of zeros.
-    fn flowing(self, layer: &Layer, compute: Precision) -> f64 {
+    pub(super) fn flowing(self, layer: &Layer, compute: Precision) -> f64 {
         let mlp = &layer.mlp;
         if self == Framework::OnDevice && self.is_one_operation(mlp) {
             // Rows of all routes: four of the inner width and the output's gradient, or three, that gradient and the input.

@@ -85,6 +85,14 @@ impl DeviceName {
         }
     }
 
+    /// Returns whether candle-fsdp computes attention by cuDNN there.
+    pub(super) fn has_cudnn(self) -> bool {
+        match self {
+            DeviceName::H100Sxm | DeviceName::H200 | DeviceName::B200 => true,
+            DeviceName::A100 | DeviceName::Cpu => false,
+        }
+    }
+
     /// Returns GB/s of collectives between ranks of a host: 0.8 of one direction of NVLink.
     pub(super) fn intra(self) -> f64 {
         match self {

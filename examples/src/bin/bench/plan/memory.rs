@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::framework::{Checkpoint, Framework};
 use super::hardware::Precision;
 use super::model::Layer;
+use super::on_device;
 use super::setup::Setup;
 
 /// Bytes of a rank.
@@ -30,6 +31,8 @@ pub(super) struct State {
     pub(super) gradients: f64,
     /// Two moments per parameter.
     pub(super) optimizer: f64,
+    /// NCCL's registered memory.
+    pub(super) registered: f64,
 }
 
 impl State {
@@ -43,7 +46,17 @@ impl State {
             parameters: if setup.shards_on_disk { 0. } else { parameters },
             gradients: if setup.in_backward { 0. } else { share },
             optimizer: if setup.on_disk { 0. } else { 2. * share },
+            registered: if setup.registered { largest_collective(setup) } else { 0. },
         }
+    }
+
+    /// Returns the bytes that a step does not free.
+    fn lasting(&self) -> f64 {
+        self.parameters + self.optimizer + self.registered
+    }
+
+    pub(super) fn total(&self) -> f64 {
+        self.lasting() + self.gradients
     }
 }
 
@@ -87,6 +100,15 @@ fn cast_shards(setup: &Setup) -> f64 {
     }
     let block = model.layers.iter().map(|layer| layer.parameters).fold(0., f64::max);
     compute.bytes() * (model.root.parameters - setup.own_embedding() + block) / mesh.shard as f64
+}
+
+/// Returns the bytes of the largest all-gather or reduce-scatter.
+fn largest_collective(setup: &Setup) -> f64 {
+    let Setup { model, compute, .. } = *setup;
+    let outside = [model.root.parameters - setup.own_embedding(), setup.own_embedding()];
+    let blocks = model.layers.iter().map(|layer| layer.parameters);
+    let of_gradients = setup.gradient().map_or(0., |_| setup.reduce.bytes());
+    compute.bytes().max(of_gradients) * outside.into_iter().chain(blocks).fold(0., f64::max)
 }
 
 /// Computes the memory of a rank.
@@ -137,7 +159,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let all_stay = stay(setup.own_embedding()) + layers.iter().map(stays).sum::<f64>();
     let next = |from: Option<&Layer>| from.map_or(0., comes);
 
-    let base = Moment { state: state.parameters + state.optimizer, activations: all_kept, ..Moment::default() };
+    let base = Moment { state: state.lasting(), activations: all_kept, ..Moment::default() };
     let mut moments = vec![
         Moment {
             when: "the loss",
@@ -181,7 +203,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
                 + sent(setup, layers.get(i + 1).map_or(of_head, |after| after.parameters)),
             activations: kept(i + 1),
             // The keys and values of all ranks, their gradients, and a copy in another order.
-            working: tokens * again.max(0.) + framework.backward(layer, compute, tokens) + 5. * setup.whole_keys(layer),
+            working: tokens * again.max(0.) + backward(setup, layer) + 5. * setup.whole_keys(layer),
             ..base.clone()
         });
         staying -= stays(layer);
@@ -198,6 +220,21 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         ..base
     });
     moments
+}
+
+/// Returns the most bytes that a block's backward uses besides what forward kept: in the middle of its MLP, or in its
+/// attention, when the MLP's activations are free.
+fn backward(setup: &Setup, layer: &Layer) -> f64 {
+    let Setup { framework, compute, .. } = *setup;
+    let (e, tokens) = (compute.bytes(), setup.tokens());
+    let in_mlp = tokens * framework.flowing(layer, compute);
+    if framework != Framework::OnDevice {
+        return in_mlp;
+    }
+    let freed = e * (framework.within(&layer.mlp) + 2. * layer.residual);
+    // Of attention's output, queries, keys and values.
+    let gradients = e * 2. * (layer.queries + layer.keys);
+    in_mlp.max(on_device::attention_memory(setup, layer) + tokens * (gradients - freed))
 }
 
 /// Returns the bytes that the reduction of a unit's gradients reads, while the next unit computes.

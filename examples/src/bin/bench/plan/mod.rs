@@ -128,6 +128,12 @@ pub(crate) struct Args {
     /// The inputs of recomputed blocks are in host memory or on disk. Time of their copies is not counted.
     #[arg(long, conflicts_with = "framework", help_heading = "Training")]
     activation_offload: bool,
+    /// cuDNN computes attention, as in a build with the feature `cudnn` where cuDNN is installed.
+    #[arg(long, help_heading = "Training")]
+    cudnn: bool,
+    /// All-gathers and reduce-scatters use memory that is registered with NCCL, as in `train`.
+    #[arg(long, help_heading = "Training")]
+    allocate_memory_from_process_group_for_comm: bool,
     /// Gathered parameters between forward and backward, as in `train`.
     #[arg(long, value_name = "default|always|never|K", default_value = "default", value_parser = reshard)]
     #[arg(help_heading = "Training")]
@@ -228,6 +234,8 @@ fn setup<'a>(args: &Args, models: &'a Models, seq: usize) -> anyhow::Result<Setu
         checkpoint: args.activation_checkpoint,
         offload: args.activation_offload,
         reshard: args.reshard_after_forward,
+        cudnn: args.cudnn,
+        registered: args.allocate_memory_from_process_group_for_comm,
         reserve: args.reserve.unwrap_or(framework.reserve()),
     };
     setup.check()?;

@@ -1,9 +1,9 @@
-//! Figures of candle-fsdp on CUDA devices. Its layers are fused as on CPUs. Attention differs: kernels for tensor cores
-//! compute it in half precision, if heads have 64 or 128 elements. Otherwise it writes blocks of scores to memory between
-//! its matrix products.
+//! Figures of candle-fsdp on CUDA devices. Its layers are fused as on CPUs. Attention differs: cuDNN computes it in half
+//! precision, if it is installed, or kernels for tensor cores do, if heads have 64 or 128 elements. Otherwise it writes
+//! blocks of scores to memory between its matrix products.
 
 use super::framework::{Checkpoint, Framework};
-use super::hardware::{Device, Precision};
+use super::hardware::Precision;
 use super::model::{Layer, MlpKind, Norm};
 use super::setup::Setup;
 
@@ -21,10 +21,34 @@ const FLASH_QUERIES: f64 = 64.;
 /// The time of an operation of these kernels in forward and in backward, relative to FlashAttention 2. Measured on an
 /// H200 with heads of 128 and 8192 tokens: 201 TFLOP/s, and 144 of the seven products in backward.
 const FLASH_TIME: [f64; 2] = [1.5, 2.1];
+/// The same for cuDNN, which PyTorch ran on that H200: 566 to 644 TFLOP/s, and 470 to 541 of the five products in backward.
+const CUDNN_TIME: [f64; 2] = [0.5, 0.6];
+/// The fewest queries that cuDNN is used for (`fsdp-candle/src/kernels/cuda/cudnn/mod.rs`).
+const CUDNN_QUERIES: usize = 512;
 
-/// Returns whether kernels for tensor cores compute the attention.
-fn is_flash(layer: &Layer, compute: Precision) -> bool {
-    compute == Precision::Bf16 && [64., 128.].contains(&(layer.queries / layer.heads))
+/// What computes attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Attention {
+    /// Matrix products and a softmax, for a block of scores at a time.
+    Blocks,
+    /// This project's kernels for tensor cores.
+    TensorCores,
+    Cudnn,
+}
+
+impl Attention {
+    pub(super) fn of(setup: &Setup, layer: &Layer) -> Self {
+        let head = layer.queries / layer.heads;
+        if setup.compute != Precision::Bf16 {
+            return Attention::Blocks;
+        }
+        let is_covered = head <= 128. && head % 8. == 0. && setup.seq >= CUDNN_QUERIES && setup.mesh.context == 1;
+        match [64., 128.].contains(&head) {
+            _ if setup.cudnn && is_covered => Attention::Cudnn,
+            true => Attention::TensorCores,
+            false => Attention::Blocks,
+        }
+    }
 }
 
 /// Returns the number of scores of a block of queries, over all heads and keys.
@@ -35,11 +59,19 @@ fn block(layer: &Layer) -> f64 {
 }
 
 /// Returns the bytes that attention's backward uses besides its operands and gradients. These are a number for each query
-/// and head with tensor cores. Otherwise they are a block's products, its weights and their gradients, and in half
+/// and head with tensor cores. cuDNN adds sums of the queries' gradients, and those of keys and values for each head of
+/// the queries if heads share keys. Otherwise they are a block's products, its weights and their gradients, and in half
 /// precision sums of the gradients of keys and values.
-pub(super) fn attention_memory(layer: &Layer, compute: Precision) -> f64 {
-    if is_flash(layer, compute) {
-        return F32 * layer.scores;
+pub(super) fn attention_memory(setup: &Setup, layer: &Layer) -> f64 {
+    let Setup { compute, .. } = *setup;
+    let of_queries = setup.tokens() * layer.queries;
+    match Attention::of(setup, layer) {
+        Attention::TensorCores => return F32 * layer.scores,
+        Attention::Cudnn => {
+            let shared = if layer.keys < layer.queries { 2. * compute.bytes() * of_queries } else { 0. };
+            return F32 * layer.scores + F32 * of_queries + shared;
+        }
+        Attention::Blocks => {}
     }
     let keys = layer.scores / layer.heads;
     let sums = if compute == Precision::F32 { 0. } else { (2. * F32 + compute.bytes()) * layer.keys * keys };
@@ -48,19 +80,30 @@ pub(super) fn attention_memory(layer: &Layer, compute: Precision) -> f64 {
 
 /// Returns the scores per token that are computed: those of visible keys, and of hidden keys in blocks along the
 /// diagonal.
-fn computed(layer: &Layer, compute: Precision) -> f64 {
+fn computed(layer: &Layer, attention: Attention) -> f64 {
     let keys = layer.scores / layer.heads;
-    let queries = if is_flash(layer, compute) { FLASH_QUERIES } else { block(layer) / layer.scores };
+    let queries = match attention {
+        Attention::Blocks => block(layer) / layer.scores,
+        Attention::TensorCores | Attention::Cudnn => FLASH_QUERIES,
+    };
     (layer.reach + queries / 2.).min(keys) * layer.heads
 }
 
-/// Returns the seconds of attention's forward and backward for a number of tokens.
-pub(super) fn attention(layer: &Layer, compute: Precision, device: &Device, tokens: f64) -> [f64; 2] {
-    let computed = tokens * computed(layer, compute);
+/// Returns the seconds of attention's forward and backward.
+pub(super) fn attention(setup: &Setup, layer: &Layer) -> [f64; 2] {
+    let Setup { compute, device, .. } = *setup;
+    let attention = Attention::of(setup, layer);
+    let computed = setup.tokens() * computed(layer, attention);
     let product = 2. * layer.queries / layer.heads * computed;
-    if is_flash(layer, compute) {
+    match attention {
         // Both kernels of backward compute the scores and the gradients of the weights.
-        return [2. * product * FLASH_TIME[0], 7. * product * FLASH_TIME[1]].map(|work| device.attention(work));
+        Attention::TensorCores => {
+            return [2. * product * FLASH_TIME[0], 7. * product * FLASH_TIME[1]].map(|work| device.attention(work));
+        }
+        Attention::Cudnn => {
+            return [2. * product * CUDNN_TIME[0], 5. * product * CUDNN_TIME[1]].map(|work| device.attention(work));
+        }
+        Attention::Blocks => {}
     }
     // Forward writes products, reads them twice, and writes and reads weights. Backward writes and reads two products, and
     // writes and reads weights and the products' gradients, which two matrix products read.
@@ -140,7 +183,7 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
     // The parameters' nodes in the graph of the second forward.
     let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 6.5 * (tensors + 1.) };
     // Without tensor cores, the gradients of keys and values are added up in f32, and rounded.
-    let rounded = if is_flash(layer, setup.compute) { 0. } else { 8. };
+    let rounded = if Attention::of(setup, layer) == Attention::Blocks { 8. } else { 0. };
     let casts = if setup.compute == Precision::F32 { 0. } else { (2. + of_gradients(setup)) * tensors + rounded };
     // The norm of the gradients has two kernels for each parameter, and the optimizer one.
     forward + backward + again + casts + 3. * tensors + 5.
@@ -151,11 +194,13 @@ fn of_gradients(setup: &Setup) -> f64 {
     if setup.gradient() == Some(setup.reduce) { 0. } else { 1. }
 }
 
-/// Returns the launches of attention in forward and backward: one and two kernels with tensor cores. Otherwise two and
-/// five products for each member of a group of query heads, and one kernel, for each block.
+/// Returns the launches of attention in forward and backward: one and two kernels with tensor cores, and a call of cuDNN
+/// each. Otherwise two and five products for each member of a group of query heads, and one kernel, for each block.
 fn attention_launches(setup: &Setup, layer: &Layer) -> [f64; 2] {
-    if is_flash(layer, setup.compute) {
-        return [1., 2.];
+    match Attention::of(setup, layer) {
+        Attention::TensorCores => return [1., 2.],
+        Attention::Cudnn => return [1., 1.],
+        Attention::Blocks => {}
     }
     let keys = layer.scores / layer.heads;
     let blocks = (keys * layer.scores / block(layer)).ceil() * setup.batch as f64;

@@ -94,10 +94,11 @@ fn memory(to: &mut String, report: &Report) -> std::fmt::Result {
     let gib = |bytes: f64| bytes / GIB;
     let state = memory.state;
     writeln!(to, "\nMemory of a rank, GiB")?;
-    writeln!(to, "  between steps      {:>9.2}", gib(state.parameters + state.gradients + state.optimizer))?;
-    for (name, bytes) in
-        [("parameters", state.parameters), ("gradients", state.gradients), ("optimizer state", state.optimizer)]
-    {
+    writeln!(to, "  between steps      {:>9.2}", gib(state.total()))?;
+    let registered = (state.registered > 0.).then_some(("NCCL's memory", state.registered));
+    let parts =
+        [("parameters", state.parameters), ("gradients", state.gradients), ("optimizer state", state.optimizer)];
+    for (name, bytes) in parts.into_iter().chain(registered) {
         writeln!(to, "    {name:<16} {:>9.2}", gib(bytes))?;
     }
     let peak = &memory.peak;

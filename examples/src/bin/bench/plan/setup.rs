@@ -50,6 +50,10 @@ pub(super) struct Setup<'a> {
     /// Whether the inputs of recomputed blocks are in host memory or on disk.
     pub(super) offload: bool,
     pub(super) reshard: ReshardAfterForward,
+    /// Whether cuDNN computes the attention that it covers.
+    pub(super) cudnn: bool,
+    /// Whether all-gathers and reduce-scatters use memory that is registered with NCCL.
+    pub(super) registered: bool,
     /// Reserve of the allocator, as a share.
     pub(super) reserve: f64,
 }
@@ -157,6 +161,15 @@ impl Setup<'_> {
         ensure!(
             !self.offload || self.checkpoint == Checkpoint::Full,
             "--activation-offload has no effect without --activation-checkpoint full: leave it out"
+        );
+        let has_cudnn = self.framework == Framework::OnDevice && self.device.name.has_cudnn();
+        ensure!(
+            !self.cudnn || has_cudnn && self.compute == Precision::Bf16,
+            "--cudnn is for bf16 on h100-sxm, h200 and b200 with candle-fsdp: cuDNN computes no other attention"
+        );
+        ensure!(
+            !self.registered || self.framework == Framework::OnDevice,
+            "--allocate-memory-from-process-group-for-comm is for candle-fsdp on a GPU: the memory is NCCL's"
         );
         let positions = self.model.positions;
         ensure!(self.seq <= positions, "--seq {} is beyond the model's {positions} positions", self.seq);

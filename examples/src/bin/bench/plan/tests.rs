@@ -213,6 +213,13 @@ fn impossible_plans_are_refused() {
         ("--device h100-sxm --context-parallel 3", "--context-parallel 3 must divide the 8 ranks"),
         ("--device h100-sxm --context-parallel 2 --framework pytorch", "not planned with --framework pytorch"),
         ("--device h100-sxm --tensor-parallel 2 --framework pytorch", "not planned with --framework pytorch"),
+        ("--device a100-80 --cudnn", "--cudnn is for bf16 on h100-sxm, h200 and b200"),
+        ("--device h200 --cudnn --param-dtype f32", "--cudnn is for bf16 on h100-sxm, h200 and b200"),
+        ("--device h200 --cudnn --framework pytorch", "--cudnn is for bf16 on h100-sxm, h200 and b200"),
+        (
+            "--device cpu --flops 1 --allocate-memory-from-process-group-for-comm",
+            "--allocate-memory-from-process-group-for-comm is for candle-fsdp on a GPU",
+        ),
     ] {
         let error = format!("{:#}", planned(flags).unwrap_err());
         assert!(error.contains(words), "{flags}: {error}");

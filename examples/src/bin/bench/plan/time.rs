@@ -116,7 +116,7 @@ pub(super) fn of(setup: &Setup) -> Time {
 fn attention(setup: &Setup, layer: &Layer) -> [f64; 2] {
     let tokens = setup.tokens();
     if setup.framework == Framework::OnDevice {
-        return on_device::attention(layer, setup.compute, &setup.device, tokens);
+        return on_device::attention(setup, layer);
     }
     // Attention's backward has two and a half times the operations of its forward, because it recomputes a product.
     let forward = setup.device.attention(tokens * layer.attention());
