@@ -1,4 +1,4 @@
-//! The ranks that a parameter is sharded and replicated over.
+//! The ranks that a parameter is sharded and replicated over, or that own it.
 //!
 //! [Note: Tensor parallelism before FSDP]
 //!
@@ -85,6 +85,10 @@ pub(crate) struct DataParallel {
     sharding: Option<usize>,
     /// Positions of the dimensions without a role.
     others: Vec<usize>,
+    /// Position of the dimension whose ranks own different experts, if the parameters are of experts.
+    experts: Option<usize>,
+    /// Names of the dimensions that shard, and of those that replicate.
+    names: [Vec<String>; 2],
     /// The ranks that hold different shards.
     pub(crate) shard: ProcessGroup,
     /// The ranks that hold the same shard, if there are several.
@@ -115,13 +119,17 @@ impl DataParallel {
             }
         };
         let shard = mesh.group(sharding)?.clone();
-        Ok(DataParallel::new(mesh.clone(), mesh.clone(), (Some(sharding), vec![]), (shard, replicate)))
+        let (replicating, sharding_name) = mesh.layout().names().split_at(sharding);
+        let names = [sharding_name.to_vec(), replicating.to_vec()];
+        let ranks = DataParallel::new(mesh.clone(), mesh.clone(), (Some(sharding), vec![]), (shard, replicate));
+        Ok(DataParallel { names, ..ranks })
     }
 
     /// Makes the roles of named dimensions. Collective.
     pub(crate) fn of_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
         let DataParallelMeshDims { shard, replicate } = *dims;
         let named: Vec<&str> = replicate.iter().chain(shard).copied().collect();
+        let role_names = [shard, replicate].map(|names| names.iter().map(|&name| name.to_owned()).collect());
         // Refuses unknown and repeated names before any communication.
         let data = if named.is_empty() { None } else { Some(mesh.slice(&named)?) };
         check_ranks_agree(mesh, "roles of its dimensions", &format!("{dims:?}"))?;
@@ -151,7 +159,27 @@ impl DataParallel {
         let names = whole.layout().names().iter().enumerate();
         let has_role = |dim: usize, name: &str| sharding == Some(dim) || named.contains(&name);
         let others = names.filter(|(dim, name)| !has_role(*dim, name)).map(|(dim, _)| dim).collect();
-        Ok(DataParallel::new(whole, data, (sharding, others), (shard, replicate)))
+        let ranks = DataParallel::new(whole, data, (sharding, others), (shard, replicate));
+        Ok(DataParallel { names: role_names, ..ranks })
+    }
+
+    /// Makes the roles for experts that live on different ranks of the dimension `name` of `mesh`, the mesh of these roles:
+    /// the dimension does not shard them. Collective. Fails if the dimension does not shard other parameters.
+    pub(crate) fn of_experts(&self, mesh: &DeviceMesh, name: &str) -> Result<Self> {
+        let [shard, replicate] = &self.names;
+        if !shard.iter().any(|other| other == name) {
+            return Err(fsdp_core::Error::Mesh(format!(
+                "dimension \"{name}\" of the mesh {} does not shard: experts can live on the ranks of a dimension that shards \
+                 other parameters, which are {shard:?}",
+                mesh.layout()
+            ))
+            .into());
+        }
+        let remaining: Vec<&str> = shard.iter().map(String::as_str).filter(|other| *other != name).collect();
+        let replicate: Vec<&str> = replicate.iter().map(String::as_str).collect();
+        let ranks = DataParallel::of_dims(mesh, &DataParallelMeshDims { shard: &remaining, replicate: &replicate })?;
+        let experts = ranks.parallel_dim(name, mesh.group_by_name(name)?);
+        Ok(DataParallel { experts, ..ranks })
     }
 
     fn new(
@@ -165,6 +193,8 @@ impl DataParallel {
             data,
             sharding,
             others,
+            experts: None,
+            names: [vec![], vec![]],
             shard,
             replicate: replicate.filter(|group| group.size() > 1),
             is_sharded_over_replicas: false,
@@ -176,7 +206,8 @@ impl DataParallel {
 
     /// Checks that every rank of `of`, the mesh of all copies, is a data-parallel rank here.
     pub(crate) fn check_covers(&self, of: &DeviceMesh) -> std::result::Result<(), String> {
-        if self.data.covers(of) {
+        // Each rank sends tokens to the ranks of their experts.
+        if self.experts.is_some() || self.data.covers(of) {
             return Ok(());
         }
         Err(format!(
@@ -202,7 +233,8 @@ impl DataParallel {
         let sharding = self.sharding.map(|dim| places[dim]);
         let others = (0..mesh.layout().shape().len()).filter(|dim| !places.contains(dim)).collect();
         let groups = (self.shard.clone(), self.replicate.clone());
-        Some(DataParallel::new(mesh.clone(), self.data.clone(), (sharding, others), groups))
+        let ranks = DataParallel::new(mesh.clone(), self.data.clone(), (sharding, others), groups);
+        Some(DataParallel { experts: self.experts.map(|dim| places[dim]), names: self.names.clone(), ..ranks })
     }
 
     /// Returns the same ranks with shards divided over replicas; without replicas, these ranks. Fails if several
@@ -224,14 +256,32 @@ impl DataParallel {
             let roles = (self.sharding, self.others.clone());
             let groups = (self.shard.clone(), self.replicate.clone());
             let ranks = DataParallel::new(self.mesh.clone(), self.data.clone(), roles, groups);
-            Arc::new(DataParallel { is_sharded_over_replicas: true, ..ranks })
+            let (experts, names) = (self.experts, self.names.clone());
+            Arc::new(DataParallel { is_sharded_over_replicas: true, experts, names, ..ranks })
         };
         Ok(self.over_replicas.get_or_init(divided).clone())
     }
 
-    /// Returns the groups whose ranks hold different parts.
+    /// Returns the groups whose ranks hold different parts of a model.
     pub(crate) fn parts(&self) -> impl Iterator<Item = &ProcessGroup> {
-        std::iter::once(&self.shard).chain(self.replicate.as_ref().filter(|_| self.is_sharded_over_replicas))
+        let replicas = self.replicate.as_ref().filter(|_| self.is_sharded_over_replicas);
+        std::iter::once(&self.shard).chain(replicas).chain(self.experts())
+    }
+
+    /// Returns the ranks that own different experts, if the parameters are of experts.
+    pub(crate) fn experts(&self) -> Option<&ProcessGroup> {
+        self.experts.and_then(|dim| self.mesh.group(dim).ok())
+    }
+
+    /// Returns the position of the dimension whose ranks own different experts.
+    pub(crate) fn experts_dim(&self) -> Option<usize> {
+        self.experts
+    }
+
+    /// Returns the number of ranks whose batches a gradient sums over, on all data-parallel ranks.
+    pub(crate) fn batches(&self) -> usize {
+        let replicas = self.replicate.as_ref().map_or(1, ProcessGroup::size);
+        self.shard.size() * replicas * self.experts().map_or(1, ProcessGroup::size)
     }
 
     /// Returns whether the same ranks have the same roles.
@@ -298,14 +348,18 @@ impl DataParallel {
         Ok(self.reduce_scatter_group.lock().get_or_insert(group).clone())
     }
 
-    /// Returns the placements of a parameter that is sharded along `dim` and may be split by tensor parallelism.
-    pub(crate) fn placements(&self, dim: usize, parallel: Option<&Parallel>) -> Vec<Placement> {
+    /// Returns the placements of a parameter that is sharded along `dim`, may be split by tensor parallelism, and may be of
+    /// an expert that the rank `owner` has.
+    pub(crate) fn placements(&self, dim: usize, parallel: Option<&Parallel>, owner: Option<usize>) -> Vec<Placement> {
         let sizes = self.mesh.layout().shape();
         let mut placements = vec![Placement::Replicate; sizes.len()];
         if let Some(parallel) = parallel
             && let (Some(cut), Some(at)) = (parallel.shard_dim, self.parallel_dim(&parallel.name, &parallel.group))
         {
             placements[at] = Placement::Shard(cut);
+        }
+        if let (Some(at), Some(rank)) = (self.experts, owner) {
+            placements[at] = Placement::OwnedBy { dim: 0, rank };
         }
         let replicas = self.replicate.as_ref().filter(|_| self.is_sharded_over_replicas);
         let dividing =
@@ -329,6 +383,7 @@ impl DataParallel {
         (shape, local): (&[usize], &[usize]),
         dim: usize,
         parallel: Option<&Parallel>,
+        owner: Option<usize>,
     ) -> Result<(Region, ShardLayout)> {
         let world = self.shard.size();
         let fail = |message: String| Error::parameter(name, message);
@@ -354,7 +409,7 @@ impl DataParallel {
                 self.mesh.layout()
             )));
         }
-        let placements = self.placements(dim, parallel);
+        let placements = self.placements(dim, parallel, owner);
         let region = local_region(shape, self.mesh.layout(), &self.mesh.coordinate(), &placements)?;
         Ok((region, ShardLayout::of(local, dim, world)))
     }

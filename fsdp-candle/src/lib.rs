@@ -80,6 +80,7 @@ pub mod derived {
 pub mod doc_example;
 mod dtensor;
 mod error;
+mod expert_parallel;
 mod extension;
 mod float8;
 mod fsdp;
@@ -132,8 +133,8 @@ pub use state_dict::{
     set_state_dict,
 };
 pub use tensor_parallel::{
-    ActivationLayout, ColwiseParallel, HiddenParallel, ParallelPlan, ParallelStyle, RowwiseParallel, SequenceParallel,
-    VocabParallel,
+    ActivationLayout, ColwiseParallel, ExpertParallel, HiddenParallel, ParallelPlan, ParallelStyle, RowwiseParallel,
+    SequenceParallel, VocabParallel,
 };
 pub use tensors::Tensors;
 pub use upload::upload;

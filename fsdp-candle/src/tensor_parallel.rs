@@ -1,4 +1,4 @@
-//! Tensor-parallel plans: the modules that are parallel, and the dimension of each parameter that they split. The
+//! Parallel plans: the modules that are parallel, and the dimension of each parameter that they split. The
 //! layers of [`nn`](crate::nn) implement the computation.
 
 use std::sync::Arc;
@@ -120,6 +120,13 @@ impl Default for HiddenParallel {
     }
 }
 
+/// A list of experts, such as `model.layers.*.mlp.experts`, that live on different ranks: expert `e`, with all parameters
+/// below `<list>.<e>`, on rank `e mod N` of `N`. torchtitan's `ExpertParallel`. The experts are
+/// [`SwiGlu`](crate::nn::SwiGlu) layers, and [`mixture_of_experts`](crate::nn::mixture_of_experts) sends each token to
+/// the ranks of its experts and back. See [`parallelize`](crate::parallelize) for the mesh.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExpertParallel;
+
 /// The style of one module: PyTorch's `ParallelStyle`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParallelStyle {
@@ -133,6 +140,8 @@ pub enum ParallelStyle {
     Vocab(VocabParallel),
     /// An embedding split along its hidden dimension.
     Hidden(HiddenParallel),
+    /// A list of experts that live on different ranks.
+    Expert(ExpertParallel),
 }
 
 macro_rules! from_styles {
@@ -149,7 +158,8 @@ from_styles!(
     RowwiseParallel: Rowwise,
     SequenceParallel: Sequence,
     VocabParallel: Vocab,
-    HiddenParallel: Hidden
+    HiddenParallel: Hidden,
+    ExpertParallel: Expert
 );
 
 /// The effect of a style on a parameter.
@@ -191,6 +201,7 @@ impl ParallelStyle {
             (ParallelStyle::Rowwise(_) | ParallelStyle::Hidden(_), false) => {
                 Some(Share { shard_dim: Some(1), partial: false })
             }
+            (ParallelStyle::Expert(_), _) => None,
             (ParallelStyle::Colwise(_) | ParallelStyle::Vocab(_) | ParallelStyle::Sequence(_), false)
             | (ParallelStyle::Rowwise(_) | ParallelStyle::Hidden(_) | ParallelStyle::Sequence(_), true) => Some(whole),
         }
@@ -209,6 +220,7 @@ impl ParallelStyle {
             ParallelStyle::Sequence(_) => "SequenceParallel",
             ParallelStyle::Vocab(_) => "VocabParallel",
             ParallelStyle::Hidden(_) => "HiddenParallel",
+            ParallelStyle::Expert(_) => "ExpertParallel",
         }
     }
 }
@@ -244,6 +256,11 @@ impl ParallelPlan {
     pub fn module(mut self, pattern: impl Into<String>, style: impl Into<ParallelStyle>) -> Self {
         self.modules.push((pattern.into(), style.into()));
         self
+    }
+
+    /// Returns the patterns and styles.
+    pub(crate) fn modules(&self) -> &[(String, ParallelStyle)] {
+        &self.modules
     }
 }
 

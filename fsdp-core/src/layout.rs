@@ -183,6 +183,8 @@ pub(crate) type Ranges = Vec<Range<usize>>;
 pub(crate) enum DimSplit {
     /// Splits into chunks; a rank keeps the chunk at its coordinate in this mesh dimension.
     Mesh(usize),
+    /// The rank at the second coordinate in the mesh dimension keeps all.
+    Owned(usize, usize),
     /// Splits into this number of pieces and keeps all of them.
     Pieces(usize),
 }
@@ -203,9 +205,16 @@ pub(crate) fn splits(shape: &[usize], mesh: &MeshLayout, placements: &[Placement
     // Right to left: a shard goes before the shards to its right, a strided shard after as many as its split factor
     // says.
     for (mesh_dim, &placement) in placements.iter().enumerate().rev() {
-        let (tensor_dim, split_factor) = match placement {
-            Placement::Shard(dim) => (dim, 1),
-            Placement::StridedShard { dim, split_factor } => (dim, split_factor),
+        let (tensor_dim, split_factor, split) = match placement {
+            Placement::Shard(dim) => (dim, 1, DimSplit::Mesh(mesh_dim)),
+            Placement::StridedShard { dim, split_factor } => (dim, split_factor, DimSplit::Mesh(mesh_dim)),
+            Placement::OwnedBy { rank, .. } if rank >= mesh.shape()[mesh_dim] => {
+                return Err(Error::Layout(format!(
+                    "{placement} on dimension \"{}\" of mesh {mesh}: it has no rank {rank}",
+                    mesh.names()[mesh_dim]
+                )));
+            }
+            Placement::OwnedBy { dim, rank } => (dim, 1, DimSplit::Owned(mesh_dim, rank)),
             Placement::Replicate | Placement::Partial(_) => continue,
         };
         let Some(splits) = splits.get_mut(tensor_dim) else {
@@ -213,14 +222,14 @@ pub(crate) fn splits(shape: &[usize], mesh: &MeshLayout, placements: &[Placement
                 "{placement} on a tensor of shape {shape:?}: no dimension {tensor_dim}"
             )));
         };
-        insert(splits, mesh, mesh_dim, split_factor).map_err(|why| {
+        insert(splits, mesh, split, split_factor).map_err(|why| {
             Error::Layout(format!("{placement} on dimension \"{}\" of mesh {mesh}: {why}", mesh.names()[mesh_dim]))
         })?;
     }
     Ok(splits)
 }
 
-fn insert(splits: &mut Vec<DimSplit>, mesh: &MeshLayout, mesh_dim: usize, split_factor: usize) -> Result<(), String> {
+fn insert(splits: &mut Vec<DimSplit>, mesh: &MeshLayout, new: DimSplit, split_factor: usize) -> Result<(), String> {
     if split_factor == 0 {
         return Err(
             "a split factor of 0; expected the product of the sizes of the mesh dimensions that split first".into()
@@ -233,12 +242,12 @@ fn insert(splits: &mut Vec<DimSplit>, mesh: &MeshLayout, mesh_dim: usize, split_
     }
     let mut products = vec![1usize];
     for split in &*splits {
-        let (DimSplit::Mesh(dim), Some(&last)) = (split, products.last()) else { break };
+        let (DimSplit::Mesh(dim) | DimSplit::Owned(dim, _), Some(&last)) = (split, products.last()) else { break };
         products.push(last * mesh.shape()[*dim]);
     }
     match products.iter().position(|&product| product == split_factor) {
-        Some(place) => splits.insert(place, DimSplit::Mesh(mesh_dim)),
-        None if splits.is_empty() => splits.extend([DimSplit::Pieces(split_factor), DimSplit::Mesh(mesh_dim)]),
+        Some(place) => splits.insert(place, new),
+        None if splits.is_empty() => splits.extend([DimSplit::Pieces(split_factor), new]),
         None => {
             return Err(format!(
                 "split factor {split_factor} is not one of {products:?}, the numbers of pieces \
@@ -264,6 +273,8 @@ pub(crate) fn ranges(
                 DimSplit::Mesh(dim) => {
                     ranges.iter().map(|range| chunk(range, mesh.shape()[dim], coordinate[dim])).collect()
                 }
+                DimSplit::Owned(dim, rank) if coordinate[dim] == rank => ranges,
+                DimSplit::Owned(..) => ranges.iter().map(|range| range.start..range.start).collect(),
                 DimSplit::Pieces(pieces) => ranges.iter().flat_map(|range| all_chunks(range, pieces)).collect(),
             };
         }
@@ -349,6 +360,30 @@ mod tests {
             }
             prop_assert!(seen.iter().all(|&count| count == 1));
         }
+    }
+
+    #[test]
+    fn one_rank_of_a_dimension_owns_all_rows() {
+        let mesh = MeshLayout::new(&[("shard", 2), ("ep", 3)]).unwrap();
+        let strided = Placement::StridedShard { dim: 0, split_factor: 3 };
+        let rows = |coordinate: &[usize]| {
+            let region =
+                local_region(&[5, 4], &mesh, coordinate, &[strided, Placement::OwnedBy { dim: 0, rank: 1 }]).unwrap();
+            assert_eq!(region.sizes[1], 4);
+            (region.offsets[0], region.sizes[0])
+        };
+        assert_eq!((rows(&[0, 1]), rows(&[1, 1])), ((0, 3), (3, 2)));
+        for coordinate in [[0, 0], [1, 0], [0, 2], [1, 2]] {
+            assert_eq!(rows(&coordinate).1, 0);
+        }
+        // The other dimension is divided as without an owner.
+        let region =
+            local_region(&[5, 4], &mesh, &[1, 1], &[Placement::Shard(1), Placement::OwnedBy { dim: 0, rank: 1 }])
+                .unwrap();
+        assert_eq!((region.offsets, region.sizes), (vec![0, 2], vec![5, 2]));
+        let error = local_region(&[5], &mesh, &[0, 0], &[Placement::Replicate, Placement::OwnedBy { dim: 0, rank: 3 }])
+            .unwrap_err();
+        assert!(error.to_string().contains("O(0, 3) on dimension \"ep\""), "{error}");
     }
 
     #[test]

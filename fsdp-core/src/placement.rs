@@ -23,6 +23,14 @@ pub enum Placement {
         /// Number of pieces that the dimension is split into first; 1 is [`Placement::Shard`].
         split_factor: usize,
     },
+    /// Only one rank of the mesh dimension holds elements: all that mesh dimensions which shard later divide. The others
+    /// hold an empty chunk. Expert parallelism uses it. veScale's `RaggedShard`, with everything on one rank.
+    OwnedBy {
+        /// The tensor dimension, which is empty on the other ranks.
+        dim: usize,
+        /// The rank, a coordinate of the mesh dimension.
+        rank: usize,
+    },
     /// Every rank of the mesh dimension holds the same elements.
     Replicate,
     /// Every rank holds a term of this reduction, whose result is the tensor.
@@ -39,7 +47,7 @@ impl Placement {
     /// ```
     pub fn shard_dim(self) -> Option<usize> {
         match self {
-            Placement::Shard(dim) | Placement::StridedShard { dim, .. } => Some(dim),
+            Placement::Shard(dim) | Placement::StridedShard { dim, .. } | Placement::OwnedBy { dim, .. } => Some(dim),
             Placement::Replicate | Placement::Partial(_) => None,
         }
     }
@@ -50,6 +58,7 @@ impl std::fmt::Display for Placement {
         match self {
             Placement::Shard(dim) => write!(f, "S({dim})"),
             Placement::StridedShard { dim, split_factor } => write!(f, "_S({dim}, {split_factor})"),
+            Placement::OwnedBy { dim, rank } => write!(f, "O({dim}, {rank})"),
             Placement::Replicate => f.write_str("R"),
             Placement::Partial(op) => write!(f, "P({op})"),
         }

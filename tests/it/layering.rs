@@ -50,7 +50,7 @@ const FILES: [(&str, &str); 9] = [
         "fsdp-candle/src/nn",
         "weight cpu input last_upload target_rows cuda no_cuda limits empty activation residual tensor_parallel linear \
          swiglu layer_norm dropout softmax attention cpu_flash_attention rotary rotary_emb batch_norm group_norm embedding \
-         ops rnn moe conv pool experts loss kv_cache",
+         ops rnn moe conv pool expert_parallel experts loss kv_cache",
     ),
     (
         "fsdp-candle/src/nn/attention",

@@ -12,12 +12,13 @@
 //! | [`reduce_scatter`] | `Partial` | `Shard` | all-gather |
 //! | [`split`] | `Replicate` | `Shard` | all-gather |
 //! | [`all_to_all`] | `Shard` | `Shard` of another dimension | all-to-all |
+//! | [`all_to_all_v`] | rows of each rank | rows for each rank | all-to-all |
 //!
 //! [`prepare_module_input`] and [`prepare_module_output`] choose a function by two layouts.
 //!
 //! Every rank of the group calls the same functions in the same order and runs the same backward. Each function waits
 //! for its collective, so forward and backward issue collectives in the order of the graph. The number of ranks
-//! must divide a split dimension; each function checks it before any communication. If shapes or dtypes differ, every
+//! must divide a split dimension, except in [`all_to_all_v`]; each function checks it before any communication. If shapes or dtypes differ, every
 //! rank gets [`fsdp_core::Error::Mismatch`]. Half-precision sums are accumulated in f32 and rounded once, except by
 //! NCCL. On a device, the group must move that device's memory, as the groups of a [`World`](crate::World) do.
 
@@ -29,12 +30,13 @@ use candle_core::{Result, Tensor, bail};
 use fsdp_core::{Placement, ProcessGroup, ReduceOp};
 
 use crate::autograd::keeps_graph;
+use crate::error::Error;
 use crate::graph::{Reads, graph_op};
 use crate::storage::{copied_storage, take};
 use without_grad::{Input, exchanged, gathered, own_part, scattered, start_scatter, summed};
 
 pub(crate) use shared_input::{Entry, SharedInput, scope};
-pub(crate) use without_grad::{Pending, check, largest, reduced_values, start_gather};
+pub(crate) use without_grad::{Pending, check, exchanged_rows, largest, reduced_values, start_gather};
 
 /// How ranks use a tensor that every rank holds. It decides each rank's gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,6 +147,79 @@ pub fn all_to_all<D: Dim, E: Dim>(x: &Tensor, from: D, to: E, group: &ProcessGro
     )
 }
 
+/// Sends rows to other ranks: input `[n, ..]`, of which the first `send_counts[0]` rows are for rank 0, the next
+/// `send_counts[1]` for rank 1, and so on; output `[m, ..]` with `recv_counts[0]` rows of rank 0, then those of rank 1,
+/// and so on. PyTorch's `all_to_all_single` with `input_split_sizes` and `output_split_sizes`. Rows have the same shape
+/// on all ranks; any count may be 0. Backward is the inverse. [`exchange_counts`] returns `recv_counts` where a rank
+/// does not know them.
+///
+/// Fails for counts that do not fit the input or the group. If the counts of two ranks disagree, every rank gets
+/// [`fsdp_core::Error::Mismatch`].
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use fsdp_candle::collectives::{all_to_all_v, exchange_counts};
+/// use fsdp_core::process_group::local;
+///
+/// // Rank 0 sends one row to rank 1 and keeps two; rank 1 keeps one.
+/// local::try_run(2, |group| {
+///     let (rows, send) = [(3, [2, 1]), (1, [0, 1])][group.rank()];
+///     let x = Var::from_tensor(&Tensor::full(group.rank() as f32, (rows, 1), &Device::Cpu)?)?;
+///     let recv = exchange_counts(&send, &group)?;
+///     let y = all_to_all_v(&x, &send, &recv, &group)?;
+///     let values: Vec<f32> = y.flatten_all()?.to_vec1()?;
+///     assert_eq!(values, [[0., 0.], [0., 1.]][group.rank()]);
+///     // The gradient of each row comes from the rank that got it.
+///     let gradient = (y * (1. + group.rank() as f64))?.sum_all()?.backward()?.remove(&x).unwrap();
+///     let gradient: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
+///     assert_eq!(gradient, [&[1., 1., 2.][..], &[2.]][group.rank()]);
+///     candle_core::Result::Ok(())
+/// })?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn all_to_all_v(x: &Tensor, send_counts: &[usize], recv_counts: &[usize], group: &ProcessGroup) -> Result<Tensor> {
+    check("all_to_all_v", x, None, group)?;
+    let (rank, size) = (group.rank(), group.size());
+    let rows = if x.rank() == 0 { 0 } else { x.dims()[0] };
+    let sent: usize = send_counts.iter().sum();
+    if x.rank() == 0 || sent != rows || send_counts.len() != size || recv_counts.len() != size {
+        bail!(
+            "all_to_all_v on rank {rank}: {} send_counts with a sum of {sent} and {} recv_counts do not fit the tensor {:?} \
+             and the {size} ranks of group \"{}\": both must have {size} numbers, and send_counts the sum {rows}",
+            send_counts.len(),
+            recv_counts.len(),
+            x.dims(),
+            group.name()
+        )
+    }
+    if send_counts[rank] != recv_counts[rank] {
+        let (sent, received) = (send_counts[rank], recv_counts[rank]);
+        bail!(
+            "all_to_all_v on rank {rank}: send_counts[{rank}] is {sent} but recv_counts[{rank}] is {received}: a rank \
+             receives the rows that it keeps, so make them equal"
+        )
+    }
+    let backward = BackwardCollective::Rows { send: recv_counts.into(), recv: send_counts.into() };
+    let result = exchanged_rows(x, send_counts, recv_counts, group)?;
+    graph_node(x, result, "all_to_all_v", group, backward)
+}
+
+/// Returns how many rows each rank sends to this one, if this one sends `send_counts[r]` rows to each rank `r`. Fails
+/// unless there is a count for each rank.
+pub fn exchange_counts(send_counts: &[usize], group: &ProcessGroup) -> Result<Vec<usize>> {
+    let size = group.size();
+    if send_counts.len() != size {
+        bail!(
+            "exchange_counts on rank {}: {} counts for the {size} ranks of group \"{}\"",
+            group.rank(),
+            send_counts.len(),
+            group.name()
+        )
+    }
+    let counts = send_counts.iter().map(|&count| count as i64).collect();
+    Ok(group.exchange_values(counts).map_err(Error::from)?.into_iter().map(|count| count as usize).collect())
+}
+
 /// [`all_reduce`] in the memory of `x`, which has no other reader.
 pub(crate) fn all_reduce_owned(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
     reduce(Input::Owned(x), group)
@@ -211,17 +286,19 @@ enum BackwardCollective {
     Scatter(usize),
     Slice(usize),
     Exchange { from: usize, to: usize },
+    Rows { send: Box<[usize]>, recv: Box<[usize]> },
 }
 
 impl BackwardCollective {
     fn run(&self, gradient: Input<'_>, group: &ProcessGroup) -> Result<Tensor> {
-        match *self {
+        match self {
+            BackwardCollective::Rows { send, recv } => exchanged_rows(gradient.tensor(), send, recv, group),
             BackwardCollective::Identity => Ok(gradient.tensor().clone()),
             BackwardCollective::Sum => summed(gradient, group),
-            BackwardCollective::Gather(dim) => gathered(gradient.tensor(), dim, group),
-            BackwardCollective::Scatter(dim) => scattered(gradient, dim, group),
-            BackwardCollective::Slice(dim) => own_part(gradient.tensor(), dim, group),
-            BackwardCollective::Exchange { from, to } => exchanged(gradient.tensor(), from, to, group),
+            BackwardCollective::Gather(dim) => gathered(gradient.tensor(), *dim, group),
+            BackwardCollective::Scatter(dim) => scattered(gradient, *dim, group),
+            BackwardCollective::Slice(dim) => own_part(gradient.tensor(), *dim, group),
+            BackwardCollective::Exchange { from, to } => exchanged(gradient.tensor(), *from, *to, group),
         }
     }
 }

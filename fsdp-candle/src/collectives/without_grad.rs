@@ -229,6 +229,21 @@ pub(super) fn exchanged(x: &Tensor, from: usize, to: usize, group: &ProcessGroup
     Tensor::cat(&ranks, from)
 }
 
+/// Sends the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on. Returns the rows of rank 0, of rank
+/// 1, and so on.
+pub(crate) fn exchanged_rows(x: &Tensor, send: &[usize], recv: &[usize], group: &ProcessGroup) -> Result<Tensor> {
+    if group.size() == 1 {
+        return Ok(x.detach());
+    }
+    let mut shape = x.dims().to_vec();
+    let row: usize = shape[1..].iter().product();
+    shape[0] = recv.iter().sum();
+    let counts = |rows: &[usize]| rows.iter().map(|rows| rows * row).collect();
+    let input = Input::Borrowed(x).buffer()?;
+    let part = ExchangePart { input, send_counts: counts(send), recv_counts: counts(recv) };
+    to_tensor(output(group.blocking().all_to_all(vec![part], fresh(x.device())?))?, &shape, x.device())
+}
+
 /// Reduces a few f32 values over ranks.
 pub(crate) fn reduced_values(values: Vec<f32>, op: ReduceOp, group: &ProcessGroup) -> Result<Vec<f32>> {
     match group.size() {

@@ -305,6 +305,7 @@ pub(super) fn at_dim(placement: Placement, dim: usize) -> Placement {
     match placement {
         Placement::Shard(_) => Placement::Shard(dim),
         Placement::StridedShard { split_factor, .. } => Placement::StridedShard { dim, split_factor },
+        Placement::OwnedBy { rank, .. } => Placement::OwnedBy { dim, rank },
         other => other,
     }
 }

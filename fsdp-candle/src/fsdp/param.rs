@@ -93,6 +93,8 @@ struct LayerSupport {
     runs_pre_use_hook: bool,
     /// The layer does the collectives of tensor parallelism.
     tp_aware: bool,
+    /// An expert holds the parameter.
+    is_of_expert: bool,
 }
 
 /// The running pass of a unit that runs several times, and its anchor once a layer has asked for it.
@@ -240,7 +242,7 @@ impl FsdpParam {
 
     /// Returns one placement for each dimension of [`FsdpParam::device_mesh`].
     pub fn placements(&self) -> Vec<Placement> {
-        self.spec.ranks.placements(self.spec.shard_dim, self.parallel())
+        self.spec.ranks.placements(self.spec.shard_dim, self.parallel(), self.spec.owner)
     }
 
     /// Returns how the parameter's module is parallel; `None` if no plan names the module.
@@ -251,6 +253,17 @@ impl FsdpParam {
     /// Returns the tensor-parallel ranks, if each of them holds a part of the parameter.
     pub(crate) fn split_over(&self) -> Option<&ProcessGroup> {
         self.parallel().filter(|parallel| parallel.shard_dim.is_some()).map(|parallel| &parallel.group)
+    }
+
+    /// Returns the ranks that own different experts, and the rank among them that has this parameter's expert; `None` if
+    /// no plan makes the expert parallel.
+    pub(crate) fn owner(&self) -> Option<(&ProcessGroup, usize)> {
+        Some((self.spec.ranks.experts()?, self.spec.owner?))
+    }
+
+    /// Returns whether another rank has this parameter's expert: here the parameter has no elements and no uses.
+    pub(crate) fn is_elsewhere(&self) -> bool {
+        self.owner().is_some_and(|(ranks, owner)| ranks.rank() != owner)
     }
 
     /// Returns the number of elements of the shard before replicas divide it.
@@ -487,6 +500,16 @@ impl FsdpParam {
     /// Records that a layer holds the parameter and does the collectives of tensor parallelism.
     pub(crate) fn set_tp_aware(&self) {
         self.state.lock().layer.tp_aware = true;
+    }
+
+    /// Records that an expert of a mixture holds the parameter.
+    pub(crate) fn set_of_expert(&self) {
+        self.state.lock().layer.is_of_expert = true;
+    }
+
+    /// Returns whether a plan gives the parameter's expert to a rank, and no expert of a mixture holds it.
+    pub(crate) fn lacks_expert(&self) -> bool {
+        self.spec.owner.is_some() && !self.state.lock().layer.is_of_expert
     }
 
     /// Returns whether a plan names the parameter's module and no layer does the collectives.

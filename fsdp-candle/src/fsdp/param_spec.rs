@@ -26,6 +26,8 @@ pub(crate) struct ParamSpec {
     pub(crate) over_replicas: Option<ReplicaLayout>,
     pub(crate) ranks: Arc<DataParallel>,
     pub(crate) parallel: Option<Arc<Parallel>>,
+    /// The rank that has the parameter's expert, among the ranks that own different experts.
+    pub(crate) owner: Option<usize>,
     /// Dtype that the builder asked for.
     pub(crate) dtype: DType,
     pub(crate) compute_dtype: DType,

@@ -323,11 +323,11 @@ fn reduce_options(
     backwards: (usize, usize),
 ) -> ReduceOptions {
     let settings = unit.settings.lock();
-    let sums = settings.force_sum_reduction || settings.gradient_divide_factor.is_some();
-    let size = ranks.shard.size() * ranks.replicate().map_or(1, |replicas| replicas.size());
+    // An expert's gradient is a sum over the ranks that send it tokens already.
+    let sums = settings.force_sum_reduction || settings.gradient_divide_factor.is_some() || ranks.experts().is_some();
     ReduceOptions {
         op: if sums { ReduceOp::Sum } else { ReduceOp::Avg },
-        divisor: sums.then(|| settings.gradient_divide_factor.unwrap_or(size as f64)),
+        divisor: sums.then(|| settings.gradient_divide_factor.unwrap_or(ranks.batches() as f64)),
         all_reduce: settings.requires_all_reduce,
         with_usage,
         backwards,
@@ -487,15 +487,15 @@ impl<R: InFlight> ReductionQueue<R> {
     }
 }
 
-/// Returns the largest of all ranks' numbers, element by element, over the shard ranks, the replicas and the
-/// tensor-parallel ranks of all `units`. Numbers are below 2^24.
+/// Returns the largest of all ranks' numbers, element by element, over the shard ranks, the replicas, the
+/// tensor-parallel ranks and the ranks of experts of all `units`. Numbers are below 2^24.
 pub(super) fn largest(units: &[Arc<FsdpParamGroup>], numbers: Vec<usize>) -> Result<Vec<usize>> {
     let mut groups: Vec<(&FsdpParamGroup, &ProcessGroup)> = vec![];
     for unit in units {
         for param in unit.params() {
             let ranks = &param.spec.ranks;
             let parallel = param.parallel().map(|parallel| &parallel.group);
-            for group in [Some(&ranks.shard), ranks.replicate(), parallel].into_iter().flatten() {
+            for group in [Some(&ranks.shard), ranks.replicate(), parallel, ranks.experts()].into_iter().flatten() {
                 if group.size() > 1 && !groups.iter().any(|(_, known)| known.is(group)) {
                     groups.push((unit, group));
                 }

@@ -27,6 +27,7 @@ use crate::adapter::{Adapters, LoraConfig, adapted_layer};
 use crate::data_parallel::{DataParallel, DataParallelMeshDims, ReplicaLayout, ShardLayout, largest_over};
 use crate::disk::{StateFile, StateOnDisk};
 use crate::error::{Error, Result};
+use crate::expert_parallel::ExpertPlan;
 use crate::float8::{Float8Layers, Float8Recipe};
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::kernels;
@@ -93,6 +94,7 @@ struct BuildSettings {
     adapters: Option<Arc<Adapters>>,
     float8: Option<Arc<Float8Layers>>,
     plan: Option<Arc<BoundPlan>>,
+    experts: Option<Arc<ExpertPlan>>,
     /// File of the shards, if they are on disk.
     shard_file: Option<Arc<StateFile>>,
 }
@@ -149,6 +151,7 @@ impl ShardedVarMap {
                 adapters: None,
                 float8: None,
                 plan: None,
+                experts: None,
                 shard_file: None,
             }),
             built: Mutex::default(),
@@ -498,9 +501,24 @@ impl ShardedVarMap {
     /// Sets the plan of tensor parallelism, and a check of the model that runs in the first forward.
     pub(super) fn set_plan(&self, plan: Arc<BoundPlan>, check: fn(&ShardedVarMap, &BoundPlan) -> Result<()>) {
         self.0.settings.lock().plan = Some(plan.clone());
+        self.before_first_forward(move |vars| check(vars, &plan));
+    }
+
+    /// Returns whether there is a plan of expert parallelism.
+    pub(super) fn has_expert_plan(&self) -> bool {
+        self.0.settings.lock().experts.is_some()
+    }
+
+    /// Sets the plan of expert parallelism, and a check of the model that runs in the first forward.
+    pub(super) fn set_expert_plan(&self, plan: Arc<ExpertPlan>, check: fn(&ShardedVarMap, &ExpertPlan) -> Result<()>) {
+        self.0.settings.lock().experts = Some(plan.clone());
+        self.before_first_forward(move |vars| check(vars, &plan));
+    }
+
+    fn before_first_forward(&self, check: impl Fn(&ShardedVarMap) -> Result<()> + Send + Sync + 'static) {
         let inner = Arc::downgrade(&self.0);
         self.0.schedule.before_first_forward(move || match inner.upgrade() {
-            Some(inner) => check(&ShardedVarMap(inner), &plan),
+            Some(inner) => check(&ShardedVarMap(inner)),
             None => Ok(()),
         });
     }
@@ -695,6 +713,8 @@ impl Drop for OpenUnit<'_> {
 /// How a parameter is divided among ranks.
 struct Division {
     ranks: Arc<DataParallel>,
+    /// The rank that has the parameter's expert.
+    owner: Option<usize>,
     shard_dim: usize,
     /// Shape that layers hold on this rank.
     local: Vec<usize>,
@@ -724,7 +744,8 @@ impl ShardedVarMap {
             None => None,
         };
         if unit.opts.ignored_params.as_ref().is_some_and(|ignored| ignored(asked.name)) {
-            check_ignored(asked.name, parallel.as_deref())?;
+            let is_owned = settings.experts.as_ref().map_or(Ok(None), |plan| plan.owner(asked.name))?.is_some();
+            check_ignored(asked.name, parallel.as_deref(), is_owned)?;
             return self.whole(|built| &mut built.ignored, &asked);
         }
         let param = self.build_param(asked, &unit, settings, parallel)?;
@@ -742,8 +763,8 @@ impl ShardedVarMap {
     ) -> Result<Arc<FsdpParam>> {
         let (opts, dims) = (&unit.opts, shape.dims());
         let trainable = !(settings.frozen)(name);
-        let Division { ranks, shard_dim, local, region, layout, over_replicas } =
-            self.divide(name, dims, unit, parallel.as_deref(), trainable)?;
+        let Division { ranks, owner, shard_dim, local, region, layout, over_replicas } =
+            self.divide(name, dims, unit, &settings, parallel.as_deref(), trainable)?;
         let extension = opts.extension.as_ref().and_then(|choose| choose(name));
         let stored = opts.store.as_ref().and_then(|choose| choose(name, dims));
         let encoding = Encoding::of(name, dims, &region, stored, extension, trainable)?;
@@ -763,6 +784,7 @@ impl ShardedVarMap {
             over_replicas,
             ranks,
             parallel,
+            owner,
             dtype,
             compute_dtype,
             reduce_dtype: opts.mp_policy.reduce_dtype.unwrap_or(dtype),
@@ -782,12 +804,26 @@ impl ShardedVarMap {
         name: &str,
         dims: &[usize],
         unit: &EnclosingUnit,
+        settings: &BuildSettings,
         parallel: Option<&Parallel>,
         trainable: bool,
     ) -> Result<Division> {
         let opts = &unit.opts;
         let placement = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or_default();
-        let ranks = placement.mesh.map_or(unit.ranks.clone(), |mesh| self.on_whole_mesh(mesh.0));
+        let owned = match &settings.experts {
+            Some(plan) => plan.owner(name)?.map(|owner| (plan.ranks(), owner)),
+            None => None,
+        };
+        let ranks = match owned {
+            None => placement.mesh.map_or(unit.ranks.clone(), |mesh| self.on_whole_mesh(mesh.0)),
+            Some((ranks, _)) if placement.mesh.is_none() && Arc::ptr_eq(&unit.ranks, &self.ranks()?) => ranks.clone(),
+            Some(_) => {
+                let message = "the plan makes its list of experts ExpertParallel, which decides the mesh, and its unit or \
+                     shard_placement_fn sets another: leave that mesh out, or remove the list from the plan";
+                return Err(Error::parameter(name, message));
+            }
+        };
+        let owner = owned.map(|(_, owner)| owner);
         if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
             ranks.post_forward_group(size)?;
         }
@@ -798,10 +834,15 @@ impl ShardedVarMap {
         let ranks =
             if opts.shard_optimizer_over_replicas && trainable { ranks.sharded_over_replicas()? } else { ranks };
         let shard_dim = placement.dim;
-        let local = parallel.map_or(dims.to_vec(), |parallel| parallel.local(dims));
-        let (region, layout) = ranks.lay_out(name, (dims, &local), shard_dim, parallel)?;
+        let mut local = parallel.map_or(dims.to_vec(), |parallel| parallel.local(dims));
+        if let (Some(rows), Some(owner)) = (local.first_mut(), owner)
+            && ranks.experts().is_some_and(|experts| experts.rank() != owner)
+        {
+            *rows = 0;
+        }
+        let (region, layout) = ranks.lay_out(name, (dims, &local), shard_dim, parallel, owner)?;
         let over_replicas = ranks.lay_out_parts(name, &local, shard_dim)?;
-        Ok(Division { ranks, shard_dim, local, region, layout, over_replicas })
+        Ok(Division { ranks, owner, shard_dim, local, region, layout, over_replicas })
     }
 
     /// Returns an ignored parameter or a buffer.
@@ -868,9 +909,12 @@ fn initial(
 }
 
 /// Fails for an ignored parameter of a module that a plan makes parallel.
-fn check_ignored(name: &str, parallel: Option<&Parallel>) -> Result<()> {
-    let Some(parallel) = parallel else { return Ok(()) };
-    let style = parallel.style.name();
+fn check_ignored(name: &str, parallel: Option<&Parallel>, is_owned: bool) -> Result<()> {
+    let style = match parallel {
+        Some(parallel) => parallel.style.name(),
+        None if is_owned => "ExpertParallel",
+        None => return Ok(()),
+    };
     let message = format!(
         "it is ignored, and so whole on every rank, but the plan makes its module {style}: remove it from \
          ignored_params or from the plan"

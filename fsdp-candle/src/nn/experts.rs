@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use super::cpu::matrix::Mat;
 use super::cpu::{indices, read, storage, tensor_like};
 use super::cuda::Cuda;
+use super::expert_parallel::ExpertRanks;
 use super::moe::{gather, scatter};
 use super::swiglu::{Projections, RowWeights, SwiGlu, backward, forward, read_weights};
 use super::weight::{Weight, has_cpu_kernels};
@@ -63,6 +64,10 @@ pub fn choose_experts(probabilities: &Tensor, per_token: usize) -> Result<Tensor
 /// are not units of their own. The device sorts the routes. The host waits once, for the number of tokens of each expert,
 /// or not at all if `chosen` is on the CPU. Elsewhere the host reads `chosen`. [`choose_experts`] chooses on the device.
 ///
+/// Where a plan has made the experts [`ExpertParallel`](crate::ExpertParallel), tokens are sent to the ranks of their
+/// experts and back. Every rank of the plan's mesh calls the function as often, with any number of tokens above 0. The
+/// host reads `chosen`. An output is rounded to the tokens' dtype before it is weighted.
+///
 /// Fails without experts, and for wrong shapes or numbers of experts.
 ///
 /// ```
@@ -95,6 +100,21 @@ pub fn mixture_of_experts(x: &Tensor, experts: &[SwiGlu], chosen: &Tensor, weigh
             x.dims()
         );
     }
+    match ExpertRanks::of(function, experts)? {
+        Some(ranks) => ranks.mixture(function, x, experts, chosen, weights),
+        None => local_mixture(function, x, experts, chosen, weights),
+    }
+}
+
+/// [`mixture_of_experts`] of experts that this rank has.
+pub(super) fn local_mixture(
+    function: &'static str,
+    x: &Tensor,
+    experts: &[SwiGlu],
+    chosen: &Tensor,
+    weights: &Tensor,
+) -> Result<Tensor> {
+    let per_token = chosen.dim(1)?;
     let plain: Option<Vec<_>> = experts.iter().map(|expert| expert.plain_weights(x)).collect();
     if let (Some(cuda), Some(experts)) = (Cuda::of(x), &plain)
         && cuda.is_one_operation(experts)

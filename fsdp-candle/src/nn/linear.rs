@@ -122,6 +122,11 @@ impl Linear {
         (self.bias.is_none() && self.parallel.is_none() && self.is_product()).then_some(&self.weight)
     }
 
+    /// Returns the weight, the bias and the adapter's matrices.
+    pub(in crate::nn) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        std::iter::once(&self.weight).chain(&self.bias).chain(self.adapter.iter().flat_map(Adapter::weights))
+    }
+
     /// Returns whether the outputs are a product in the tensors' dtype, and a bias: no adapter is added.
     pub(in crate::nn) fn is_product(&self) -> bool {
         self.float8.is_none() && !(self.adapter.is_some() && are_enabled())
@@ -320,7 +325,12 @@ impl Adapter {
     /// layer's collectives. A layer sharded along its outputs has the whole `A`, of whose gradient each rank has a
     /// term, and its part of `B`. A layer sharded along its inputs has its part of `A`, and the whole `B`.
     fn mark_tp_aware(&self) {
-        [&self.down, &self.up].into_iter().for_each(mark_tp_aware);
+        self.weights().into_iter().for_each(mark_tp_aware);
+    }
+
+    /// Returns both matrices.
+    fn weights(&self) -> [&Tensor; 2] {
+        [&self.down, &self.up]
     }
 
     /// Returns whether a plan shards the adapted layer.

@@ -89,6 +89,7 @@ mod cuda;
 mod dropout;
 pub mod embedding;
 mod empty;
+mod expert_parallel;
 mod experts;
 pub mod group_norm;
 mod input;

@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Module, Result, Storage, Tensor};
+use candle_core::{DType, Module, Result, Storage, Tensor, bail};
 
 use super::activation::{silu_mul, swiglu_back, swiglu_values};
 use super::cpu::matrix::{Mat, MatMut, product, product_of};
@@ -19,6 +19,7 @@ use super::cpu::{cpu, floats_in, map_rows, map_rows2, read_rows, storage, tensor
 use super::linear::{Linear, with_matrix};
 use super::weight::{Weight, has_cpu_kernels};
 use crate::activation_checkpoint::{Operation, operation};
+use crate::fsdp::FsdpParam;
 use crate::graph::{Reads, graph_op};
 
 /// Values that are computed at once. In f32 they fit into a core's first cache.
@@ -51,7 +52,19 @@ pub struct SwiGlu {
 impl SwiGlu {
     /// Returns a layer of these projections, with weights `[inner, in]`, `[inner, in]` and `[out, inner]`.
     pub fn new(gate: Linear, up: Linear, down: Linear) -> Self {
-        SwiGlu { gate, up, down }
+        let layer = SwiGlu { gate, up, down };
+        layer.tensors().filter_map(FsdpParam::of).for_each(|param| param.set_of_expert());
+        layer
+    }
+
+    /// Returns the weight `[out, inner]`.
+    pub(super) fn output_weight(&self) -> &Tensor {
+        self.down.weight()
+    }
+
+    /// Returns the weights, biases and adapters' matrices.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.gate, &self.up, &self.down].into_iter().flat_map(Linear::tensors)
     }
 
     /// Returns the three weights, if the layer is a product with each alone and they fit inputs like `x`.
@@ -70,6 +83,18 @@ impl SwiGlu {
 
 impl Module for SwiGlu {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if self.gate.weight().elem_count() == 0
+            && let Some(param) = FsdpParam::of(self.gate.weight())
+            && let Some((ranks, owner)) = param.owner()
+        {
+            bail!(
+                "SwiGlu of parameter `{}`: the expert is on rank {owner} of {} ranks of experts, not on rank {}: call it by \
+                 mixture_of_experts",
+                param.name(),
+                ranks.size(),
+                ranks.rank()
+            )
+        }
         match self.plain_weights(x).filter(|_| has_cpu_kernels(x)) {
             Some(weights) => fused(x, weights),
             None => self.down.forward(&silu_mul(&self.gate.forward(x)?, &self.up.forward(x)?)?),

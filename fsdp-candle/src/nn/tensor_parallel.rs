@@ -45,7 +45,7 @@ impl LinearSharding {
             ParallelStyle::Vocab(style) => Some(LinearSharding::Colwise(style.tied_head)),
             ParallelStyle::Hidden(style) => Some(LinearSharding::Rowwise(style.tied_head)),
             ParallelStyle::Rowwise(style) => Some(LinearSharding::Rowwise(style)),
-            ParallelStyle::Sequence(_) => None,
+            ParallelStyle::Sequence(_) | ParallelStyle::Expert(_) => None,
         }
     }
 }

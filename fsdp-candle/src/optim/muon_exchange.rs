@@ -86,7 +86,7 @@ fn have_same_ranks(a: &[MeshAxis], b: &[MeshAxis]) -> bool {
 }
 
 /// Returns the axes of a parameter: the dimension that shards, the dimension that replicates (which also shards if
-/// shards are divided over replicas), and the tensor-parallel ranks.
+/// shards are divided over replicas), the ranks that own experts, and the tensor-parallel ranks.
 fn axes(param: &FsdpParam) -> Vec<MeshAxis> {
     let ranks = &param.spec.ranks;
     let dims = 0..ranks.mesh.layout().shape().len();
@@ -100,7 +100,8 @@ fn axes(param: &FsdpParam) -> Vec<MeshAxis> {
         let group = parallel.group.clone();
         MeshAxis { mesh_dim: param.split_over().and_then(dim_of), group }
     });
-    std::iter::once(shard).chain(replicate).chain(parallel).collect()
+    let experts = ranks.experts().map(|group| MeshAxis { group: group.clone(), mesh_dim: ranks.experts_dim() });
+    std::iter::once(shard).chain(replicate).chain(experts).chain(parallel).collect()
 }
 
 /// Returns the cost of a matrix: the products of Newton-Schulz.

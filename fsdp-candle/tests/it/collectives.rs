@@ -2,8 +2,8 @@
 
 use candle_core::{D, DType, Result, Tensor, Var};
 use fsdp_candle::collectives::{
-    Consumers, all_gather, all_reduce, all_to_all, copy, prepare_module_input, prepare_module_output, reduce_scatter,
-    split,
+    Consumers, all_gather, all_reduce, all_to_all, all_to_all_v, copy, exchange_counts, prepare_module_input,
+    prepare_module_output, reduce_scatter, split,
 };
 use fsdp_candle::{Placement, ReduceOp, no_grad};
 use fsdp_core::ProcessGroup;
@@ -170,6 +170,84 @@ fn all_to_all_reverses_gradients() {
             prepare(x, Placement::Shard(from), Placement::Shard(to), group)
         });
     }
+}
+
+/// Returns how many rows rank `from` sends to rank `to`: uneven numbers, of which some are 0.
+fn sent_rows(from: usize, to: usize, skew: usize) -> usize {
+    match skew {
+        // Nothing but to the last rank.
+        0 => [0, 5][usize::from(to == 1)],
+        // One rank sends nothing, and one gets nothing.
+        1 if from == 0 || to == 2 => 0,
+        _ => (3 * from + 2 * to + skew) % 4,
+    }
+}
+
+#[test]
+fn all_to_all_v_exchanges_rows_and_their_gradients() {
+    for size in 1..=4 {
+        ranks(size, |world| {
+            let (rank, group) = (world.rank(), world.group());
+            for (skew, dtype) in (0..4).flat_map(|skew| DTYPES.map(|dtype| (skew, dtype))) {
+                for row in [&[3][..], &[], &[2, 4]] {
+                    let shape = |rows: usize| [&[rows], row].concat();
+                    let inputs = |rank: usize| {
+                        let rows = (0..size).map(|to| sent_rows(rank, to, skew)).sum();
+                        exact(rank, &shape(rows), dtype)
+                    };
+                    let send: Vec<usize> = (0..size).map(|to| sent_rows(rank, to, skew)).collect();
+                    let recv = exchange_counts(&send, group).unwrap();
+                    assert_eq!(recv, (0..size).map(|from| sent_rows(from, rank, skew)).collect::<Vec<_>>());
+                    // Rows that are not contiguous are sent as well.
+                    let x = Var::from_tensor(&inputs(rank)).unwrap();
+                    let turned = x.t().ok().filter(|_| row.len() == 1).map(|x| x.contiguous().unwrap().t().unwrap());
+                    let y = all_to_all_v(turned.as_ref().unwrap_or(&x), &send, &recv, group).unwrap();
+
+                    let rows_of = |from: usize| {
+                        let before = (0..rank).map(|to| sent_rows(from, to, skew)).sum();
+                        inputs(from).narrow(0, before, sent_rows(from, rank, skew)).unwrap()
+                    };
+                    let wanted = Tensor::cat(&(0..size).map(rows_of).collect::<Vec<_>>(), 0).unwrap();
+                    assert_eq!((y.dims(), y.dtype()), (wanted.dims(), dtype));
+                    assert_eq!(elements::<f64>(&y), elements::<f64>(&wanted));
+
+                    // Each rank multiplies its rows by a number of its own.
+                    let loss = (y * (1 + rank) as f64).unwrap().sum_all().unwrap();
+                    let gradient = loss.backward().unwrap().remove(&x).unwrap();
+                    let len: usize = row.iter().product();
+                    let of_rank = |to: usize| vec![(1 + to) as f64; sent_rows(rank, to, skew) * len];
+                    assert_eq!(elements::<f64>(&gradient), (0..size).flat_map(of_rank).collect::<Vec<_>>());
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn all_to_all_v_refuses_counts_that_do_not_fit() {
+    ranks(2, |world| {
+        let (group, x) = (world.group(), exact(0, &[3, 2], DType::F32));
+        let scalar = Tensor::new(1f32, x.device()).unwrap();
+        for (x, send, recv) in
+            [(&x, &[1, 1][..], &[1, 1][..]), (&x, &[3], &[3]), (&x, &[1, 2], &[1, 1, 1]), (&scalar, &[0, 0], &[0, 0])]
+        {
+            let of_rank = format!("all_to_all_v on rank {}", world.rank());
+            refused(all_to_all_v(x, send, recv, group), &[&of_rank, "both must have 2 numbers"]);
+        }
+        // This rank's own count.
+        refused(all_to_all_v(&x, &[1, 2], &[2, 1], group), &["all_to_all_v on rank", "make them equal"]);
+        refused(exchange_counts(&[1], group), &["exchange_counts on rank", "1 counts for the 2 ranks"]);
+        // The group still works.
+        assert_eq!(exchange_counts(&[1, 1], group).unwrap(), [1, 1]);
+    });
+    let errors = ranks(2, |world| {
+        let x = exact(0, &[2, 3], DType::F32);
+        // Rank 1 expects a row that rank 0 does not send.
+        let recv = [[1, 1], [2, 1]][world.rank()];
+        let send = [1, 1];
+        all_to_all_v(&x, &send, &recv, world.group()).map(|_| ()).unwrap_err().to_string()
+    });
+    all_refused(errors, &["all_to_all"]);
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod dropout;
 mod dtensor;
 mod empty_inputs;
 mod errors;
+mod expert_parallel;
 mod failures;
 mod finite;
 mod float8;

@@ -225,6 +225,21 @@ impl<'a> CudaView<'a> {
         stream.wait(end).map_err(|error| failed(stream, "waiting for a copy to the device", &error))
     }
 
+    /// [`CudaView::order`] for one of several views. `waited` is the end of the copies that the stream waits for already:
+    /// one event ends the copies of several views.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn order_with(self, stream: &CudaStream, waited: &mut Option<sys::CUevent>) -> Result<()> {
+        let end = self.arrival.map(|arrival| arrival.end.cu_event());
+        if end.is_none() || end == *waited {
+            return Ok(());
+        }
+        *waited = end;
+        self.order(stream)
+    }
+
     /// Returns the address in the device's memory.
     pub fn address(&self) -> sys::CUdeviceptr {
         self.address

@@ -245,6 +245,7 @@ mod tests {
         prop_oneof![
             4 => (0usize..3).prop_map(Shard),
             2 => (0usize..2, 1usize..7).prop_map(|(dim, split_factor)| Placement::StridedShard { dim, split_factor }),
+            1 => (0usize..3, 0usize..3).prop_map(|(dim, rank)| Placement::OwnedBy { dim, rank }),
             2 => Just(Replicate),
             1 => Just(SUM),
         ]

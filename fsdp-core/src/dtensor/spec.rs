@@ -133,7 +133,8 @@ impl DTensorSpec {
     /// everything that the other splits leave.
     pub(super) fn is_last_split(&self, mesh_dim: usize) -> bool {
         let tensor_dim = self.placements.get(mesh_dim).and_then(|placement| placement.shard_dim());
-        tensor_dim.is_some_and(|dim| self.splits[dim].last() == Some(&DimSplit::Mesh(mesh_dim)))
+        let last = tensor_dim.and_then(|dim| self.splits[dim].last());
+        last.is_some_and(|split| matches!(split, DimSplit::Mesh(dim) | DimSplit::Owned(dim, _) if *dim == mesh_dim))
     }
 }
 

@@ -462,6 +462,34 @@ impl ProcessGroup {
         self.gather(values, counts)
     }
 
+    /// Sends an equal number of values to each rank, in rank order. Returns the values of rank 0, then those of rank 1,
+    /// and so on. All ranks pass the same number of values, which the number of ranks divides. Collective; blocks.
+    ///
+    /// # Errors
+    /// Errors of [`ProcessGroup::all_to_all`].
+    ///
+    /// ```
+    /// use fsdp_core::process_group::local;
+    /// local::run(2, |group| {
+    ///     let values = [vec![1u32, 2], vec![3, 4]].swap_remove(group.rank());
+    ///     assert_eq!(group.exchange_values(values).unwrap(), [[1, 3], [2, 4]][group.rank()]);
+    /// });
+    /// ```
+    pub fn exchange_values<T: Element>(&self, values: Vec<T>) -> Result<Vec<T>> {
+        let (len, size) = (values.len(), self.size());
+        if !len.is_multiple_of(size) {
+            let message = format!(
+                "exchange_values: {len} values can't be divided evenly over the {size} ranks of group \"{}\": pass as many \
+                 for each",
+                self.name()
+            );
+            return Err(Error::Argument { rank: self.rank(), message });
+        }
+        let counts = vec![len / size; size];
+        let part = ExchangePart { input: values.into(), send_counts: counts.clone(), recv_counts: counts };
+        self.elements(self.blocking().all_to_all(vec![part], Heap::shared()), len)
+    }
+
     pub(super) fn gather<T: Element>(&self, values: Vec<T>, counts: Vec<usize>) -> Result<Vec<T>> {
         let len = counts.iter().sum();
         let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };

@@ -79,6 +79,7 @@ fn placement(partial: ReduceOp) -> impl Strategy<Value = Placement> {
     prop_oneof![
         5 => (0usize..3).prop_map(Shard),
         2 => (0usize..2, 1usize..4).prop_map(|(dim, split_factor)| strided(dim, split_factor)),
+        1 => (0usize..3, 0usize..3).prop_map(|(dim, rank)| Placement::OwnedBy { dim, rank }),
         3 => Just(Replicate),
         2 => Just(Partial(partial)),
     ]

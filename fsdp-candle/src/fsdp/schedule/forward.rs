@@ -32,13 +32,11 @@ impl Schedule {
         Ok(guard)
     }
 
-    /// Runs the check of the complete model, once.
+    /// Runs the checks of the complete model, until all have passed once.
     pub(super) fn check_model(&self) -> Result<()> {
-        let check = self.first_forward_check.lock().clone();
-        if let Some(check) = check {
-            check()?;
-            *self.first_forward_check.lock() = None;
-        }
+        let checks = self.first_forward_checks.lock().clone();
+        checks.iter().try_for_each(|check| check())?;
+        self.first_forward_checks.lock().clear();
         Ok(())
     }
 

@@ -73,8 +73,8 @@ pub(crate) struct Schedule {
     reductions: ReductionQueue<Reduction>,
     /// Calls of units with frozen parameters whose graphs exist.
     frozen_calls: Mutex<Vec<Weak<FrozenCall>>>,
-    /// A check of the complete model, which runs in the first forward.
-    first_forward_check: Mutex<Option<Arc<Check>>>,
+    /// Checks of the complete model, which run in the first forward.
+    first_forward_checks: Mutex<Vec<Arc<Check>>>,
     hand_out: Mutex<HandOut>,
 }
 
@@ -97,7 +97,7 @@ impl Schedule {
             callers: Callers::default(),
             reductions: ReductionQueue::default(),
             frozen_calls: Mutex::default(),
-            first_forward_check: Mutex::default(),
+            first_forward_checks: Mutex::default(),
             hand_out: Mutex::default(),
         }
     }
@@ -209,9 +209,9 @@ impl Schedule {
         change(&mut self.order.lock().settings);
     }
 
-    /// Sets a check that runs when the first forward begins.
+    /// Adds a check that runs when the first forward begins.
     pub(super) fn before_first_forward(&self, check: impl Fn() -> crate::error::Result<()> + Send + Sync + 'static) {
-        *self.first_forward_check.lock() = Some(Arc::new(check));
+        self.first_forward_checks.lock().push(Arc::new(check));
     }
 
     /// Executes the actions of the order.

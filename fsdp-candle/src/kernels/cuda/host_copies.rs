@@ -89,6 +89,7 @@ pub(super) fn casts(cuda: &CudaKernels, tensors: &[(Tensor, DType)]) -> Result<(
     // Allocated on the compute stream, which the casts wait for.
     let take = |(tensor, dtype): &(Tensor, DType)| cuda.uninit(*dtype, tensor.elem_count());
     let buffers = tensors.iter().map(take).collect::<Result<Vec<_>>>()?;
+    // An optimizer may still write the shards, and the buffers' previous users may still run.
     driver(stream, "waiting for the compute stream", stream.join(compute))?;
     let cast = tensors.iter().zip(&buffers).try_for_each(|((tensor, dtype), to)| {
         let to = of_device(compute, to)?.view();

@@ -145,8 +145,9 @@ impl Nccl {
         // earlier uses were issued on it.
         let begin = self.driver("recording an event", self.compute.record_event(None))?;
         self.driver("waiting for the compute stream", self.stream.wait(&begin))?;
+        let mut waited = None;
         for input in &inputs {
-            read(&**input, collective.group().rank, |view| view.order(&self.stream))?;
+            read(&**input, collective.group().rank, |view| view.order_with(&self.stream, &mut waited))?;
         }
         let stream = self.stream.cu_stream();
         let run = |copies: &[Copy]| {

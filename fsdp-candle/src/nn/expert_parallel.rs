@@ -1,0 +1,166 @@
+//! Mixtures whose experts live on different ranks (Lepikhin et al., "GShard", 2020, arXiv:2006.16668).
+//!
+//! A rank sorts its routes by the rank and the number of their experts, and sends each route's row to the expert's rank.
+//! Local experts compute the rows that they get, and the outputs go back the same way. The rank then adds the outputs of
+//! each token. Backward sends gradients of outputs to the experts and gradients of rows back. All ranks take part in all
+//! exchanges, with or without tokens, so that none waits for another.
+
+use candle_core::{Device, Result, Tensor, bail};
+use fsdp_core::ProcessGroup;
+use fsdp_core::process_group::{Signature, Subject};
+
+use super::cpu::indices;
+use super::experts::local_mixture;
+use super::swiglu::SwiGlu;
+use super::weight::{GradDestination, Weight};
+use crate::collectives::{all_to_all_v, exchanged_rows};
+use crate::error::Error;
+use crate::fsdp::FsdpParam;
+use crate::graph::{Reads, graph_op};
+use crate::storage::take;
+use crate::upload;
+
+/// The ranks of a mixture's experts.
+pub(super) struct ExpertRanks {
+    group: ProcessGroup,
+    /// The rank of each expert.
+    owners: Vec<usize>,
+    /// Width of the experts' outputs.
+    outputs: usize,
+}
+
+impl ExpertRanks {
+    /// Returns the ranks, or `None` if every rank has all experts. Fails if a plan names only some of them.
+    pub(super) fn of(function: &'static str, experts: &[SwiGlu]) -> Result<Option<Self>> {
+        let params: Vec<_> = experts.iter().map(|expert| FsdpParam::of(expert.output_weight())).collect();
+        let owner = |at: usize| params[at].as_deref().and_then(FsdpParam::owner);
+        let Some((group, _)) = (0..experts.len()).find_map(owner) else { return Ok(None) };
+        let owners = (0..experts.len()).map(|at| match owner(at) {
+            Some((_, owner)) => Ok(owner),
+            None => {
+                bail!("{function}: the plan makes some experts ExpertParallel, and not expert {at}: name all or none")
+            }
+        });
+        let owners = owners.collect::<Result<Vec<_>>>()?;
+        let Some(first) = &params[0] else { bail!("{function}: expert 0 has no parameter of an FSDP unit") };
+        if let Some(idle) = (0..group.size()).find(|rank| !owners.contains(rank)) {
+            bail!(
+                "{function} of `{}`: rank {idle} of the {} ranks of experts has none of the {} experts: use as many ranks as \
+                 experts, or fewer",
+                first.name(),
+                group.size(),
+                owners.len()
+            )
+        }
+        let subject = Subject::new(format!("the mixture of parameter `{}`", first.name()), []);
+        Ok(Some(ExpertRanks {
+            group: group.signed(Signature::new(&subject, [])),
+            outputs: first.shape().dims()[0],
+            owners,
+        }))
+    }
+
+    /// See [`mixture_of_experts`]. The tensors have been checked.
+    pub(super) fn mixture(
+        &self,
+        function: &'static str,
+        x: &Tensor,
+        experts: &[SwiGlu],
+        chosen: &Tensor,
+        weights: &Tensor,
+    ) -> Result<Tensor> {
+        let (tokens, per_token) = chosen.dims2()?;
+        let (ranks, on_device) =
+            (self.group.size(), |ids: &[u32]| upload(&Tensor::new(ids, &Device::Cpu)?, x.device()));
+        let chosen = indices(function, "expert", chosen, experts.len(), "number of experts")?;
+        let mut order: Vec<u32> = (0..chosen.len() as u32).collect();
+        let expert_of = |route: u32| chosen[route as usize] as usize;
+        order.sort_by_key(|&route| (self.owners[expert_of(route)], expert_of(route)));
+
+        // The experts of each rank, and the routes that each rank sends to this rank's experts.
+        let of_rank = |rank: usize| (0..experts.len()).filter(move |&expert| self.owners[expert] == rank);
+        let most = (0..ranks).map(|rank| of_rank(rank).count()).max().unwrap_or(0);
+        let mut routes = vec![0i64; experts.len()];
+        order.iter().for_each(|&route| routes[expert_of(route)] += 1);
+        let padded = |rank: usize| of_rank(rank).map(|expert| routes[expert]).chain(std::iter::repeat(0)).take(most);
+        let sent: Vec<i64> = (0..ranks).flat_map(padded).collect();
+        let received = self.group.exchange_values(sent.clone()).map_err(Error::from)?;
+        let sums = |counts: &[i64]| -> Vec<usize> {
+            counts.chunks(most.max(1)).map(|of_rank| of_rank.iter().sum::<i64>() as usize).collect()
+        };
+        let (send, recv) = (sums(&sent), sums(&received));
+
+        let tokens_of: Vec<u32> = order.iter().map(|route| route / per_token as u32).collect();
+        let rows = x.index_select(&on_device(&tokens_of)?, 0)?;
+        let rows = all_to_all_v(&rows, &send, &recv, &self.group)?;
+
+        let own: Vec<SwiGlu> = of_rank(self.group.rank()).map(|expert| experts[expert].clone()).collect();
+        let local = received.chunks(most.max(1)).flat_map(|of_rank| {
+            of_rank.iter().zip(0u32..).flat_map(|(&count, expert)| std::iter::repeat_n(expert, count as usize))
+        });
+        let local: Vec<u32> = local.collect();
+        let y = self.local(&rows, &own, &local)?;
+
+        let others = (0..experts.len()).filter(|&expert| self.owners[expert] != self.group.rank());
+        let back = self.returned(y, others.map(|expert| &experts[expert]), (recv, send))?;
+        // The row of each route.
+        let mut places = vec![0u32; order.len()];
+        order.iter().zip(0u32..).for_each(|(&route, place)| places[route as usize] = place);
+        let back = back.index_select(&on_device(&places)?, 0)?.reshape((tokens, per_token, self.outputs))?;
+        back.broadcast_mul(&weights.to_dtype(x.dtype())?.unsqueeze(2)?)?.sum(1)
+    }
+
+    /// Sends the outputs `[m, out]` back to the ranks of their tokens. Experts of other ranks are used here too: each has a
+    /// gradient without elements, so that all ranks agree on which parameters are trained, and take part in the backward.
+    fn returned<'a>(
+        &self,
+        y: Tensor,
+        others: impl Iterator<Item = &'a SwiGlu>,
+        (send, recv): (Vec<usize>, Vec<usize>),
+    ) -> Result<Tensor> {
+        let back = exchanged_rows(&y, &send, &recv, &self.group)?;
+        let others = others.flat_map(SwiGlu::tensors).map(Weight::of).collect::<Result<Vec<_>>>()?;
+        if others.is_empty() {
+            // One rank has all experts.
+            return Ok(y);
+        }
+        let joined = Weight::joined(&others)?;
+        let (arguments, shape, group) = ([y, joined.node().clone()], back.shape().clone(), self.group.clone());
+        graph_op(
+            "mixture_of_experts",
+            &arguments,
+            take(&back)?,
+            shape,
+            Reads::Nothing,
+            move |arguments, _, gradient| {
+                let of_others = others.iter().map(|weight| match weight.grad_destination()? {
+                    GradDestination::Plain(value) => value.zeros_like().map(Some),
+                    GradDestination::Param { param, anchor } => {
+                        param.gradient.write_in(|_, _| Ok(()))?;
+                        Ok(Some(anchor.detach()))
+                    }
+                    GradDestination::Nothing => Ok(None),
+                });
+                let of_others = joined.set_gradients(of_others.collect::<Result<Vec<_>>>()?)?;
+                // Also without a graph of this rank's outputs: those of other ranks may have one.
+                let of_outputs = exchanged_rows(gradient, &recv, &send, &group)?;
+                Ok([arguments[0].track_op().then_some(of_outputs), of_others])
+            },
+        )
+    }
+
+    /// Applies this rank's experts to rows `[m, in]`, of which each is for one of them. Returns `[m, out]`.
+    fn local(&self, rows: &Tensor, experts: &[SwiGlu], chosen: &[u32]) -> Result<Tensor> {
+        let count = chosen.len();
+        // A row of zeros keeps a rank without tokens in the graph: its experts have gradients of zeros.
+        let (rows, chosen) = match count {
+            0 => (Tensor::cat(&[rows, &Tensor::zeros((1, rows.dim(1)?), rows.dtype(), rows.device())?], 0)?, &[0][..]),
+            _ => (rows.clone(), chosen),
+        };
+        let shape = (chosen.len(), 1);
+        let weights = Tensor::full(if count == 0 { 0f32 } else { 1. }, shape, rows.device())?;
+        let chosen = Tensor::from_slice(chosen, shape, &Device::Cpu)?;
+        let y = local_mixture("mixture_of_experts", &rows, experts, &chosen, &weights)?;
+        if count == 0 { y.narrow(0, 0, 0) } else { Ok(y) }
+    }
+}

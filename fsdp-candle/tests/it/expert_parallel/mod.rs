@@ -1,0 +1,6 @@
+//! Experts on different ranks, compared with experts on all ranks.
+
+mod errors;
+mod model;
+mod state;
+mod training;
