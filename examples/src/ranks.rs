@@ -1,4 +1,5 @@
-//! Mesh of a run: replicas of the model, shards of a replica, context-parallel and tensor-parallel ranks.
+//! Mesh of a run: replicas of the model, shards of a replica, and ranks of experts, context-parallel and tensor-parallel
+//! ranks.
 
 use anyhow::ensure;
 use fsdp_candle::{AttentionExchange, ContextParallel, DataParallelMeshDims, ShardedVarMap, World};
@@ -7,6 +8,7 @@ use fsdp_core::DeviceMesh;
 /// Names of the mesh dimensions.
 const REPLICATE: &str = "dp_replicate";
 const SHARD: &str = "dp_shard";
+const EXPERT: &str = "ep";
 const CONTEXT: &str = "cp";
 const TENSOR: &str = "tp";
 
@@ -28,13 +30,16 @@ pub fn sequence_multiple(context: usize, tensor: usize) -> usize {
 }
 
 /// Sizes of the mesh. Neighbouring ranks are tensor-parallel, then come those that share sequences, then the shards of a
-/// replica, then the replicas. Parameters are sharded over the ranks that share sequences, too.
+/// replica, of which neighbours may have different experts, then the replicas. Parameters are sharded over the ranks that
+/// share sequences, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ranks {
     /// Replicas of the model.
     pub replicate: usize,
     /// Shards of a replica that read different data.
     pub shard: usize,
+    /// Those of them that have different experts.
+    pub expert: usize,
     /// Context-parallel ranks, which share each sequence.
     pub context: usize,
     /// Tensor-parallel ranks, which read the same data.
@@ -72,7 +77,26 @@ impl Ranks {
             "{} does not divide the {size} processes: start a multiple of {all}, or change one of them",
             given.collect::<Vec<_>>().join(" times ")
         );
-        Ok(Ranks { replicate, shard: size / all, context, tensor })
+        Ok(Ranks { replicate, shard: size / all, expert: 1, context, tensor })
+    }
+
+    /// Places experts on `--expert-parallel` of the shards that read different data. Fails unless it divides them.
+    ///
+    /// ```
+    /// use fsdp_train::ranks::Ranks;
+    ///
+    /// assert_eq!(Ranks::new(8, 2, 1, 1)?.with_experts(4)?.expert, 4);
+    /// assert!(Ranks::new(8, 2, 1, 1)?.with_experts(8).is_err());
+    /// # anyhow::Ok(())
+    /// ```
+    pub fn with_experts(self, expert: usize) -> anyhow::Result<Self> {
+        let Ranks { shard, .. } = self;
+        ensure!(
+            expert > 0 && shard.is_multiple_of(expert),
+            "--expert-parallel {expert} does not divide the {shard} processes that shard a replica and read different data: \
+             use a divisor of {shard}, or start more processes"
+        );
+        Ok(Ranks { expert, ..self })
     }
 
     /// Returns the number of ranks that read different data.
@@ -96,17 +120,19 @@ impl Ranks {
         let of = |name, size: usize| (size > 1).then_some((name, size));
         let dims = [
             of(REPLICATE, self.replicate),
-            Some((SHARD, self.shard)),
+            Some((SHARD, self.shard / self.expert)),
+            of(EXPERT, self.expert),
             of(CONTEXT, self.context),
             of(TENSOR, self.tensor),
         ];
         let mesh = world.mesh(&dims.into_iter().flatten().collect::<Vec<_>>())?;
-        if self.context * self.tensor == 1 {
+        if self.expert * self.context * self.tensor == 1 {
             return Ok(ShardedVarMap::new(&mesh, world.device()));
         }
         let replicate: &[&str] = if self.replicate > 1 { &[REPLICATE] } else { &[] };
-        let shard: &[&str] = if self.context > 1 { &[SHARD, CONTEXT] } else { &[SHARD] };
-        ShardedVarMap::with_dp_mesh_dims(&mesh, &DataParallelMeshDims { shard, replicate }, world.device())
+        let shard = [Some(SHARD), of(EXPERT, self.expert).map(|_| EXPERT), of(CONTEXT, self.context).map(|_| CONTEXT)];
+        let shard: Vec<&str> = shard.into_iter().flatten().collect();
+        ShardedVarMap::with_dp_mesh_dims(&mesh, &DataParallelMeshDims { shard: &shard, replicate }, world.device())
     }
 
     /// Returns the ranks that share sequences with this one, if there are several.
@@ -118,6 +144,14 @@ impl Ranks {
         Ok(match self.context {
             1 => None,
             _ => Some(ContextParallel::with_exchange(vars.mesh().slice(&[CONTEXT])?.group(0)?, exchange)),
+        })
+    }
+
+    /// Returns the mesh of the ranks that have different experts, if there are several.
+    pub fn expert_mesh(&self, vars: &ShardedVarMap) -> fsdp_candle::Result<Option<DeviceMesh>> {
+        Ok(match self.expert {
+            1 => None,
+            _ => Some(vars.mesh().slice(&[EXPERT])?),
         })
     }
 

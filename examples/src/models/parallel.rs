@@ -1,4 +1,4 @@
-//! Tensor parallelism of decoders: the plan, and the checks that a model can be split.
+//! Tensor parallelism of decoders and expert parallelism of mixtures: the plans, and the checks that a model can be split.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use anyhow::{Context, bail, ensure};
 use candle_core::{D, Result, Tensor};
 use fsdp_candle::collectives::{Consumers, all_gather, split};
 use fsdp_candle::{
-    ActivationLayout, AttentionExchange, ColwiseParallel, ParallelPlan, RowwiseParallel, SequenceParallel,
-    ShardedVarMap, VocabParallel, parallelize,
+    ActivationLayout, AttentionExchange, ColwiseParallel, ExpertParallel, ParallelPlan, RowwiseParallel,
+    SequenceParallel, ShardedVarMap, VocabParallel, parallelize,
 };
 use fsdp_ckpt::hf::ExpertNames;
 use fsdp_core::{DeviceMesh, ProcessGroup};
@@ -130,6 +130,40 @@ pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
     };
     ensure!(odd.is_empty(), "--tensor-parallel {tensor} does not divide the model's {}; {advice}", odd.join(" and "));
     Ok(())
+}
+
+/// Places the experts of the next model that is built on `vars` on the ranks of a mesh of one dimension, if there is one.
+/// Collective.
+pub fn place_experts(config: &ModelConfig, vars: &ShardedVarMap, mesh: Option<DeviceMesh>) -> anyhow::Result<()> {
+    let Some(mesh) = mesh else { return Ok(()) };
+    let Some(experts) = experts_over(config, mesh.size())? else { return Ok(()) };
+    let plan = ParallelPlan::new().module(format!("model.layers.*.{}.experts", experts.names.module), ExpertParallel);
+    parallelize(vars, &mesh, &plan).context("can't place the experts on the processes")
+}
+
+/// Fails unless `ranks` ranks can have different experts of a model.
+pub fn check_experts(config: &ModelConfig, ranks: usize) -> anyhow::Result<()> {
+    experts_over(config, ranks).map(|_| ())
+}
+
+/// Returns the experts that `ranks` ranks have, if there are several ranks. Fails unless each has one.
+fn experts_over(config: &ModelConfig, ranks: usize) -> anyhow::Result<Option<&ExpertsConfig>> {
+    if ranks == 1 {
+        return Ok(None);
+    }
+    let experts = match config {
+        ModelConfig::Decoder(config) => kinds(config).1,
+        ModelConfig::Gpt2(_) | ModelConfig::Bert(_) => None,
+    };
+    let Some(experts) = experts else {
+        bail!("--expert-parallel {ranks} is for mixtures of experts, and this model has no experts: leave it out")
+    };
+    ensure!(
+        ranks <= experts.count,
+        "--expert-parallel {ranks} is more than the model's {} experts: each process needs one",
+        experts.count
+    );
+    Ok(Some(experts))
 }
 
 /// Fails unless `context` ranks, each of `tensor` that split heads, can share the attention of a model.

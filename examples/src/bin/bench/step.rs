@@ -71,6 +71,9 @@ pub(crate) struct Args {
     /// Replicas of the sharded model (HSDP), on neighbouring ranks each.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     replicate: usize,
+    /// Neighbouring processes that have different experts, as in `train`.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
+    expert_parallel: usize,
     /// Processes that share each sequence.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     context_parallel: usize,
@@ -193,6 +196,7 @@ impl<'a> Setup<'a> {
         let meter = Meter::of(world.device())?;
         let before = meter.current()?;
         let ranks = Ranks::new(world.size(), args.replicate, args.context_parallel, args.tensor_parallel)?;
+        let ranks = ranks.with_experts(args.expert_parallel)?;
         let vars = ranks.vars(world)?;
         vars.init_with(Philox::new(0))?;
         let param_dtype = if args.param_dtype == "bf16" { DType::BF16 } else { DType::F32 };
@@ -214,6 +218,7 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
     let (vocabulary, positions) = (config.vocab_size(), config.max_positions());
     ensure!(args.seq <= positions, "--seq {} is beyond the model's {positions} positions", args.seq);
     parallel::check(&config, args.tensor_parallel)?;
+    parallel::check_experts(&config, args.expert_parallel)?;
     let (context, tensor) = (args.context_parallel, args.tensor_parallel);
     parallel::check_sequence(context, tensor, args.sequence_parallel, ("--seq", args.seq))?;
     let exchange = args.context_exchange.unwrap_or(ContextExchange::Gather).into();
@@ -224,6 +229,7 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
     parallel::check_context(&config, context, tensor, exchange)?;
     let context = ranks.context(vars, exchange)?;
     let per_token = plan::operations(&config, args.seq)? / (ranks.tensor * ranks.context) as f64;
+    parallel::place_experts(&config, vars, ranks.expert_mesh(vars)?)?;
     let of_layers = ranks.tensor_mesh(vars)?;
     let checkpoints = CheckpointPolicy::every(args.activation_checkpoint.into());
     let options = ModelOptions {
@@ -295,6 +301,7 @@ fn run_images(setup: &Setup<'_>, config: &ImageConfig) -> anyhow::Result<()> {
         ("--activation-checkpoint", args.activation_checkpoint),
         ("--tensor-parallel", args.tensor_parallel > 1),
         ("--context-parallel", args.context_parallel > 1),
+        ("--expert-parallel", args.expert_parallel > 1),
     ] {
         ensure!(!is_set, "{flag} is for language models, found a model of images in {}", args.model.display());
     }

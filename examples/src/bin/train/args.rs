@@ -280,6 +280,15 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
     pub(crate) replicate: usize,
 
+    /// Expert parallelism: the experts of a mixture live on N neighbouring processes, which send each other the tokens of
+    /// their experts. N divides the processes that shard a replica
+    ///
+    /// Without it, each process gathers all experts of a layer. With it, expert e is on process e mod N, and sharded over
+    /// the other processes; all other parameters are sharded as without. The N processes read different data. Losses are
+    /// those without it. See docs/expert-parallel.md.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
+    pub(crate) expert_parallel: usize,
+
     /// Context parallelism: N processes share each sequence, and each has a part of its activations
     ///
     /// For long sequences: attention and the loss see the whole sequence, but a process holds 1/N of its tokens. The N
@@ -559,7 +568,8 @@ impl Args {
 
     /// Returns how the ranks share the model.
     pub(crate) fn ranks(&self, world: &World) -> anyhow::Result<Ranks> {
-        Ranks::new(world.size(), self.replicate, self.context_parallel, self.tensor_parallel)
+        Ranks::new(world.size(), self.replicate, self.context_parallel, self.tensor_parallel)?
+            .with_experts(self.expert_parallel)
     }
 
     /// Returns what each rank reads per step. Fails if the flags do not divide the world size, or the sequences of a

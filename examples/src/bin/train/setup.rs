@@ -71,6 +71,7 @@ impl Setup {
             config.max_positions()
         );
         parallel::check(&config, args.tensor_parallel)?;
+        parallel::check_experts(&config, args.expert_parallel)?;
 
         // Data is read before the model is built, so that its errors show at once.
         let directory = pretrained(args)?;
@@ -204,6 +205,7 @@ fn build(
     ranks: Ranks,
     head: Head,
 ) -> anyhow::Result<FsdpModule<LanguageModel>> {
+    parallel::place_experts(config, vars, ranks.expert_mesh(vars)?)?;
     let of_layers = ranks.tensor_mesh(vars)?;
     let parallel = of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?;
     let policy = MixedPrecisionPolicy {

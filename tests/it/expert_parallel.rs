@@ -1,0 +1,166 @@
+//! `train --expert-parallel`: experts on different ranks train as experts on all of them, with every setting.
+
+use std::fs;
+use std::path::Path;
+
+use fsdp_test_support::trajectory::{Difference, Trajectory};
+use fsdp_test_support::{
+    convert, copy_golden, edit_file, golden, golden_trajectory, merge_flags, tolerance, train_golden,
+};
+
+use crate::golden::ends_as_recorded;
+
+/// Rows of a batch are summed in another order, by the experts and in their gradients.
+const NEAR: Difference = Difference { loss: 2e-5, grad_norm: 2e-5 };
+
+#[test]
+fn recorded_runs_of_mixtures_are_reproduced() {
+    for name in ["mixtral_tiny", "qwen3_moe_tiny"] {
+        for ranks in [2, 3] {
+            // The balance of experts is that of each rank's batch, so each number of ranks has a recorded run.
+            let run = if ranks == 2 { "run".into() } else { format!("run_of_{ranks}") };
+            let recorded = Trajectory::recorded(name, &run);
+            let dir = tempfile::tempdir().unwrap();
+            let flags = format!("--export-hf export --expert-parallel {ranks}");
+            let difference = golden_trajectory(name, ranks, &flags, dir.path()).difference(&recorded);
+            println!("{name}, {ranks} ranks: {difference:?}");
+            assert!(difference.max() < 5e-6, "{name}, {ranks} ranks: {difference:?}");
+            if run == "run" {
+                ends_as_recorded(name, dir.path());
+            }
+        }
+    }
+}
+
+/// Trains a recorded model for some steps.
+fn train(name: &str, ranks: usize, flags: &str, dir: &Path) -> Trajectory {
+    let defaults = format!("--steps 20 --batch-size {} --seq-len 24 --seed 3 --init random", 8 / ranks);
+    golden_trajectory(name, ranks, &merge_flags(&defaults, flags), dir)
+}
+
+#[test]
+fn settings_train_as_without_expert_parallelism() {
+    let data = golden("examples.jsonl");
+    let sft = format!("--sft {}", data.display());
+    let near_in_bf16 = Difference { loss: 3e-3, grad_norm: 5e-2 };
+    for (name, ranks, experts, flags, near) in [
+        ("mixtral_tiny", 2, 2, "--activation-checkpoint full --grad-accum 2", NEAR),
+        // Muon multiplies in bf16, where a last bit becomes a part in 256.
+        ("mixtral_tiny", 3, 3, "--steps 6 --batch-size 2 --optimizer muon", Difference { loss: 1e-4, grad_norm: 5e-3 }),
+        ("qwen3_moe_tiny", 4, 4, "", NEAR),
+        ("qwen3_moe_tiny", 4, 2, "--replicate 2", NEAR),
+        ("qwen3_moe_tiny", 4, 2, "--shard-optimizer-over-replicas --replicate 2", NEAR),
+        ("qwen3_moe_tiny", 4, 2, "--reshard-after-forward never --prefetch 2 --ema-decay 0.9", NEAR),
+        ("qwen3_moe_tiny", 4, 2, "--offload cpu --optimizer adamw8bit", NEAR),
+        ("qwen3_moe_tiny", 4, 4, "--optimizer-in-backward unclipped --clip-grad-norm 0", NEAR),
+        ("qwen3_moe_tiny", 4, 2, "--lora-rank 3 --lora-targets all-linear --lr 1e-2", NEAR),
+        ("qwen3_moe_tiny", 4, 4, "--param-dtype bf16", near_in_bf16),
+        ("qwen3_moe_tiny", 2, 2, &sft, NEAR),
+    ] {
+        let (with, without) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let ours = train(name, ranks, &format!("{flags} --expert-parallel {experts}"), with.path());
+        let want = train(name, ranks, flags, without.path());
+        assert_eq!((ours.0.len(), ours.0.len() >= 6), (want.0.len(), true), "{name} {flags}");
+        let difference = ours.difference(&want);
+        println!("{name}, {ranks} ranks, N = {experts}, {flags}: {difference:?}");
+        assert!(difference.is_within(near), "{name}, {ranks} ranks, N = {experts}, {flags}: {difference:?}");
+    }
+}
+
+/// Sequences, and the layers of attention and of experts, are split over other ranks.
+#[test]
+fn experts_live_on_ranks_beside_other_parallelism() {
+    for (name, ranks, flags) in [
+        ("qwen3_moe_tiny", 4, "--context-parallel 2"),
+        ("qwen3_moe_even", 4, "--tensor-parallel 2"),
+        ("qwen3_moe_even", 4, "--tensor-parallel 2 --sequence-parallel"),
+        ("qwen3_moe_even", 8, "--context-parallel 2 --tensor-parallel 2"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("model");
+        copy_golden("qwen3_moe_tiny", &model);
+        if name == "qwen3_moe_even" {
+            for (from, to) in [
+                ("\"moe_intermediate_size\": 11", "\"moe_intermediate_size\": 12"),
+                ("\"intermediate_size\": 43", "\"intermediate_size\": 44"),
+                ("\"vocab_size\": 131", "\"vocab_size\": 132"),
+            ] {
+                edit_file(&model.join("config.json"), from, to);
+            }
+        }
+        let readers = ranks / if flags.contains("--context-parallel 2 --tensor-parallel 2") { 4 } else { 2 };
+        let run = |more: &str, dir: &Path| {
+            let flags = format!(
+                "--model {} --steps 20 --batch-size {} --seq-len 24 --seed 3 --init random {flags} {more}",
+                model.display(),
+                8 / readers
+            );
+            golden_trajectory("qwen3_moe_tiny", ranks, &flags, dir)
+        };
+        let (with, without) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let difference = run("--expert-parallel 2", with.path()).difference(&run("", without.path()));
+        println!("{name}, {ranks} ranks, {flags}: {difference:?}");
+        assert!(difference.is_within(NEAR), "{name}, {ranks} ranks, {flags}: {difference:?}");
+    }
+}
+
+/// Checkpoints are resumed with other numbers of ranks with experts, and convert to the same files.
+#[test]
+fn checkpoints_resume_with_other_ranks_of_experts() {
+    let dir = tempfile::tempdir().unwrap();
+    let flags = "--save-every 10 --checkpoint-dir saved --batch-size 1";
+    let whole = train("qwen3_moe_tiny", 4, &format!("{flags} --expert-parallel 4"), dir.path());
+    let step = dir.path().join("saved/step-00000010");
+    convert(&step, &dir.path().join("hf"), "hf", dir.path());
+    for (ranks, more) in
+        [(4, "--expert-parallel 4"), (4, "--expert-parallel 2"), (4, ""), (4, "--replicate 2 --expert-parallel 2")]
+    {
+        let to = tempfile::tempdir().unwrap();
+        let resumed =
+            train("qwen3_moe_tiny", ranks, &format!("--batch-size 1 --resume {} {more}", step.display()), to.path());
+        let difference = resumed.difference(&whole.after(10));
+        assert!(difference.is_within(tolerance::SAME), "{ranks} ranks, {more}: {difference:?}");
+        if more == "--expert-parallel 4" {
+            assert_eq!(difference.max(), 0., "other bits");
+        }
+    }
+    // Without expert parallelism, the same step has the same files.
+    let plain = tempfile::tempdir().unwrap();
+    let resume = format!("--batch-size 1 --resume {} --steps 11 --export-hf export", step.display());
+    train("qwen3_moe_tiny", 1, &merge_flags(&resume, "--batch-size 4"), plain.path());
+    assert!(plain.path().join("export/model.safetensors").exists());
+    let names = |of: &Path| {
+        let mut names: Vec<String> = fsdp_ckpt::hf::HfModel::open(of).unwrap().names().map(str::to_owned).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(&dir.path().join("hf")), names(&plain.path().join("export")));
+}
+
+#[test]
+fn flags_that_do_not_fit_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, ranks, flags, parts) in [
+        (
+            "llama_tiny",
+            2,
+            "--expert-parallel 2",
+            &["--expert-parallel 2", "this model has no experts", "leave it out"][..],
+        ),
+        ("mixtral_tiny", 4, "--expert-parallel 4", &["--expert-parallel 4", "more than the model's 3 experts"]),
+        ("qwen3_moe_tiny", 3, "--expert-parallel 2", &["--expert-parallel 2 does not divide the 3 processes"]),
+        (
+            "qwen3_moe_tiny",
+            4,
+            "--expert-parallel 4 --replicate 2",
+            &["--expert-parallel 4 does not divide the 2 processes that shard a replica"],
+        ),
+        ("qwen3_moe_tiny", 2, "--expert-parallel 0", &["--expert-parallel"]),
+    ] {
+        let run = train_golden(name, ranks, &format!("--steps 1 {flags} --batch-size 1"), dir.path());
+        assert_ne!(run.code, Some(0), "{name} {flags}");
+        let said = format!("{}{}", run.stdout, run.stderr);
+        parts.iter().for_each(|part| assert!(said.contains(part), "{part} is not in {said}"));
+    }
+    assert!(fs::read_dir(dir.path()).unwrap().all(|entry| !entry.unwrap().path().join("step-00000001").exists()));
+}
