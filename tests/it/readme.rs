@@ -15,6 +15,7 @@ fn commands() -> Vec<String> {
         "README.md",
         "CONTRIBUTING.md",
         "docs/context-parallel.md",
+        "docs/expert-parallel.md",
         "docs/from-candle.md",
         "docs/gpus.md",
         "docs/memory.md",

@@ -8,7 +8,7 @@ use fsdp_candle::collectives::{
 use fsdp_candle::{Placement, ReduceOp, no_grad};
 use fsdp_core::ProcessGroup;
 
-use crate::common::{all_refused, elements, exact, ranks, refused};
+use crate::common::{all_refused, elements, exact, on_cuda, ranks, refused};
 
 const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::F64];
 
@@ -188,13 +188,15 @@ fn all_to_all_v_exchanges_rows_and_their_gradients() {
     for size in 1..=4 {
         ranks(size, |world| {
             let (rank, group) = (world.rank(), world.group());
-            for (skew, dtype) in (0..4).flat_map(|skew| DTYPES.map(|dtype| (skew, dtype))) {
+            let rows = |from: usize, skew| (0..size).map(|to| sent_rows(from, to, skew)).sum::<usize>();
+            let received = |to: usize, skew| (0..size).map(|from| sent_rows(from, to, skew)).sum::<usize>();
+            // Candle can't cast or copy tensors without elements on devices.
+            let is_empty = |skew| (0..size).any(|rank| rows(rank, skew) * received(rank, skew) == 0);
+            let skews = (0..4).filter(|&skew| !(on_cuda() && is_empty(skew)));
+            for (skew, dtype) in skews.flat_map(|skew| DTYPES.map(|dtype| (skew, dtype))) {
                 for row in [&[3][..], &[], &[2, 4]] {
                     let shape = |rows: usize| [&[rows], row].concat();
-                    let inputs = |rank: usize| {
-                        let rows = (0..size).map(|to| sent_rows(rank, to, skew)).sum();
-                        exact(rank, &shape(rows), dtype)
-                    };
+                    let inputs = |rank: usize| exact(rank, &shape(rows(rank, skew)), dtype);
                     let send: Vec<usize> = (0..size).map(|to| sent_rows(rank, to, skew)).collect();
                     let recv = exchange_counts(&send, group).unwrap();
                     assert_eq!(recv, (0..size).map(|from| sent_rows(from, rank, skew)).collect::<Vec<_>>());

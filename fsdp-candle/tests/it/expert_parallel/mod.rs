@@ -2,5 +2,6 @@
 
 mod errors;
 mod model;
+mod random;
 mod state;
 mod training;

@@ -7,7 +7,7 @@ use fsdp_candle::{
 };
 
 use super::model::{FOUR, Mesh, Model, Shape, build, tokens, vars};
-use crate::common::{dict_elements, full, mean_square, ranks};
+use crate::common::{dict_elements, full, mean_square, one_of, ranks};
 
 /// A mesh, and whether experts live on the ranks of its dimension `ep`.
 type Place = (Mesh<'static>, bool);
@@ -47,7 +47,7 @@ fn step(world: &World, model: &FsdpModule<Model>, optimizer: &mut AdamW, number:
 
 #[test]
 fn checkpoints_move_between_numbers_of_ranks_with_experts() {
-    for from in PLACES {
+    for from in PLACES.into_iter().step_by(one_of(2)) {
         let dir = tempfile::tempdir().unwrap();
         let saved = ranks(size(from), |world| {
             let (vars, model, mut optimizer) = built(&world, from);
@@ -57,7 +57,7 @@ fn checkpoints_move_between_numbers_of_ranks_with_experts() {
             values(&vars, &optimizer)
         });
         assert!(saved.iter().all(|values| *values == saved[0]), "{from:?}");
-        for to in PLACES {
+        for to in PLACES.into_iter().step_by(one_of(3)) {
             ranks(size(to), |world| {
                 let (vars, model, mut optimizer) = built(&world, to);
                 let mut checkpoints = CheckpointManager::new(&world, dir.path());
@@ -71,7 +71,7 @@ fn checkpoints_move_between_numbers_of_ranks_with_experts() {
 
 #[test]
 fn state_dicts_of_experts_round_trip() {
-    for place in PLACES {
+    for place in PLACES.into_iter().step_by(one_of(2)) {
         ranks(size(place), |world| {
             let (vars, model, mut optimizer) = built(&world, place);
             step(&world, &model, &mut optimizer, 0);

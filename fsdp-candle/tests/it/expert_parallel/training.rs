@@ -9,24 +9,24 @@ use fsdp_candle::{
 };
 
 use super::model::{FOUR, Mesh, Model, Shape, Skew, assert_near, build, mean, tokens, vars, weights};
-use crate::common::{mean_square, ranks};
+use crate::common::{mean_square, one_of, ranks};
 
 /// How a model is built and trained.
 #[derive(Clone, Copy)]
-struct Setup {
-    shape: Shape,
-    dtype: DType,
+pub(super) struct Setup {
+    pub(super) shape: Shape,
+    pub(super) dtype: DType,
     /// Changes the map before the model is built.
-    prepare: fn(&ShardedVarMap),
-    options: fn(FullyShard) -> FullyShard,
-    optimizer: fn(&ShardedVarMap) -> Box<dyn Steps>,
+    pub(super) prepare: fn(&ShardedVarMap),
+    pub(super) options: fn(FullyShard) -> FullyShard,
+    pub(super) optimizer: fn(&ShardedVarMap) -> Box<dyn Steps>,
     /// Whether two batches make a step, of which only the second is reduced.
-    accumulates: bool,
-    steps: usize,
-    tolerance: f64,
+    pub(super) accumulates: bool,
+    pub(super) steps: usize,
+    pub(super) tolerance: f64,
 }
 
-const SETUP: Setup = Setup {
+pub(super) const SETUP: Setup = Setup {
     shape: FOUR,
     dtype: DType::F32,
     prepare: |_| (),
@@ -41,7 +41,7 @@ const SETUP: Setup = Setup {
 };
 
 /// An optimizer of any kind.
-trait Steps {
+pub(super) trait Steps {
     fn step(&mut self, grads: &GradStore) -> Result<()>;
 }
 
@@ -77,21 +77,33 @@ fn train(
     found
 }
 
+pub(super) fn sgd(vars: &ShardedVarMap) -> Box<dyn Steps> {
+    let config = SgdConfig { lr: 0.1, momentum: 0.9, ..SgdConfig::default() };
+    Box::new(SGD::new(vars.trainable(), config).unwrap())
+}
+
 /// Compares a run on a mesh with and without experts on different ranks.
 fn compare(mesh: Mesh<'_>, setup: Setup) {
+    compare_prepared(mesh, setup, &setup.prepare);
+}
+
+/// [`compare`], with another function that changes the map.
+pub(super) fn compare_prepared(mesh: Mesh<'_>, setup: Setup, prepare: &(dyn Fn(&ShardedVarMap) + Sync)) {
     let size = mesh.iter().map(|(_, size)| size).product();
     let alike = mesh.iter().find(|(name, _)| *name == "tp").map_or(1, |(_, size)| *size);
     ranks(size, |world| {
         let run = |is_parallel| {
             let vars = vars(&world, mesh, is_parallel);
-            (setup.prepare)(&vars);
+            prepare(&vars);
             let model = build(&(setup.options)(FullyShard::new(&vars)), &vars, setup.dtype, setup.shape);
             train(&world, (&vars, &model), &setup, world.rank() / alike)
         };
         let (found, wanted) = (run(true), run(false));
         let what = format!("{mesh:?}, {:?}, rank {}", setup.shape, world.rank());
         assert_near(&what, &found, &wanted, setup.tolerance);
-        assert_eq!(run(true), found, "{what}: other bits");
+        if one_of(2) == 1 {
+            assert_eq!(run(true), found, "{what}: other bits");
+        }
     });
 }
 
@@ -107,14 +119,14 @@ const MESHES: [Mesh<'static>; 7] = [
 
 #[test]
 fn experts_on_different_ranks_train_alike() {
-    for mesh in MESHES {
+    for mesh in MESHES.into_iter().step_by(one_of(3)) {
         for shape in [
             FOUR,
             Shape { experts: 5, per_token: 1, skew: Skew::OneExpert(2), ..FOUR },
             Shape { skew: Skew::First(2), ..FOUR },
             Shape { bias: true, recomputes: true, ..FOUR },
         ] {
-            compare(mesh, Setup { shape, ..SETUP });
+            compare(mesh, Setup { shape, steps: 5 / one_of(2), ..SETUP });
         }
     }
 }
@@ -130,7 +142,7 @@ fn experts_train_alike_in_half_precision() {
             ..MixedPrecisionPolicy::default()
         })
     }
-    for mesh in FOUR_RANKS {
+    for mesh in FOUR_RANKS.into_iter().step_by(one_of(2)) {
         for options in [|options| mixed(options, DType::BF16), |options| mixed(options, DType::F16)] {
             compare(mesh, Setup { options, steps: 2, tolerance: 3e-2, ..SETUP });
         }
@@ -144,11 +156,8 @@ fn experts_train_alike_with_every_optimizer() {
         let experts = vars.trainable().into_iter().filter(is_expert).collect();
         Box::new(Muon::new(experts, MuonConfig { lr: 1e-3, ..MuonConfig::default() }).unwrap())
     };
-    let sgd: fn(&ShardedVarMap) -> Box<dyn Steps> = |vars| {
-        let config = SgdConfig { lr: 0.1, momentum: 0.9, ..SgdConfig::default() };
-        Box::new(SGD::new(vars.trainable(), config).unwrap())
-    };
-    for mesh in FOUR_RANKS.into_iter().chain([&[("dp_replicate", 2), ("dp_shard", 2), ("ep", 2)][..]]) {
+    let replicated: Mesh<'_> = &[("dp_replicate", 2), ("dp_shard", 2), ("ep", 2)];
+    for mesh in FOUR_RANKS.into_iter().chain([replicated]).step_by(one_of(3)) {
         // Muon computes in bf16, whose rounding changes with the order of sums.
         compare(mesh, Setup { optimizer: muon, tolerance: 2e-3, ..SETUP });
         compare(mesh, Setup { optimizer: sgd, ..SETUP });
@@ -157,7 +166,8 @@ fn experts_train_alike_with_every_optimizer() {
 
 #[test]
 fn experts_train_alike_over_several_backwards() {
-    for mesh in FOUR_RANKS.into_iter().chain([&[("dp_replicate", 2), ("ep", 2)][..]]) {
+    let replicated: Mesh<'_> = &[("dp_replicate", 2), ("ep", 2)];
+    for mesh in FOUR_RANKS.into_iter().chain([replicated]).step_by(one_of(2)) {
         compare(mesh, Setup { accumulates: true, ..SETUP });
     }
 }
@@ -165,7 +175,7 @@ fn experts_train_alike_over_several_backwards() {
 #[test]
 fn experts_train_alike_with_each_policy_of_gathering() {
     for policy in [ReshardAfterForward::Never, ReshardAfterForward::Always] {
-        for mesh in FOUR_RANKS {
+        for mesh in FOUR_RANKS.into_iter().step_by(one_of(2)) {
             let options: fn(FullyShard) -> FullyShard = match policy {
                 ReshardAfterForward::Never => |options| options.reshard_after_forward(ReshardAfterForward::Never),
                 _ => |options| options.reshard_after_forward(ReshardAfterForward::Always),
@@ -183,8 +193,8 @@ fn replicas_divide_shards_of_experts() {
 
 #[test]
 fn ranks_split_the_layers_of_experts() {
-    compare(&[("dp_shard", 1), ("ep", 2), ("tp", 2)], SETUP);
-    compare(&[("dp_shard", 2), ("ep", 2), ("tp", 2)], Setup { steps: 3, ..SETUP });
+    let meshes: [Mesh<'_>; 2] = [&[("dp_shard", 1), ("ep", 2), ("tp", 2)], &[("dp_shard", 2), ("ep", 2), ("tp", 2)]];
+    meshes.into_iter().step_by(one_of(2)).for_each(|mesh| compare(mesh, Setup { steps: 3, ..SETUP }));
 }
 
 /// Only parts are trained: a layer of one expert, experts, or all but experts. The first block's inputs have no graph.
@@ -196,8 +206,8 @@ fn frozen_experts_train_alike() {
         |vars| vars.freeze(|name| name.contains("experts.")).unwrap(),
         |vars| vars.freeze(|name| name.starts_with("blocks.")).unwrap(),
     ];
-    for mesh in FOUR_RANKS {
-        for prepare in prepares {
+    for mesh in FOUR_RANKS.into_iter().step_by(one_of(2)) {
+        for prepare in prepares.into_iter().step_by(one_of(2)) {
             compare(mesh, Setup { prepare, ..SETUP });
             compare(mesh, Setup { prepare, shape: Shape { recomputes: true, ..FOUR }, ..SETUP });
         }
@@ -210,7 +220,7 @@ fn adapters_of_experts_train_alike() {
         vars.freeze(|name| !nn::is_adapter(name)).unwrap();
         vars.adapt(nn::LoraConfig { rank: 2, alpha: 4. }, |layer| layer.contains("experts.")).unwrap();
     };
-    for mesh in FOUR_RANKS {
+    for mesh in FOUR_RANKS.into_iter().step_by(one_of(2)) {
         compare(mesh, Setup { prepare, ..SETUP });
     }
 }
