@@ -10,7 +10,7 @@ use fsdp_core::{Buffer, DType as CoreDType, DeviceId, Readable, View};
 use parking_lot::Mutex;
 
 use super::shard_reader::ShardReader;
-use crate::kernels::{self, PendingCopy};
+use crate::kernels::{self, Casts, PendingCopy};
 use crate::storage::{Pool, to_core_dtype};
 
 /// What the inputs of a unit's all-gather share.
@@ -44,11 +44,11 @@ impl ShardInputs {
     pub(super) fn start(&self) -> Result<()> {
         let shards = self.casts.shards.lock();
         let Some((first, _)) = shards.first() else { return Ok(()) };
-        let Some((buffers, copying)) = kernels::of_device(first.device())?.casts(&shards)? else {
+        let Some(started) = kernels::of_device(first.device())?.casts(&shards)? else {
             bail!("shards on {:?} can't be cast beside computations", first.device())
         };
         // Started once, after the last shard was added.
-        let _ = self.casts.started.set(Started { buffers, copying });
+        let _ = self.casts.started.set(Started(started));
         Ok(())
     }
 }
@@ -62,15 +62,12 @@ struct ShardCasts {
     shards: Mutex<Vec<(Tensor, CoreDType)>>,
 }
 
-struct Started {
-    buffers: Vec<Buffer>,
-    copying: Box<dyn PendingCopy>,
-}
+struct Started(Casts);
 
 impl Drop for Started {
     /// Later computations wait for the casts even if no engine read them: they may use the memory, or write the shards.
     fn drop(&mut self) {
-        if let Err(error) = self.copying.order() {
+        if let Err(error) = self.0.copying.order() {
             tracing::warn!(%error, "freeing the memory of cast shards");
         }
     }
@@ -87,9 +84,9 @@ struct CastShard {
 
 impl CastShard {
     fn started(&self) -> std::result::Result<(&Buffer, &dyn PendingCopy), String> {
-        let started = self.casts.started.get().ok_or("the cast of a shard was not started")?;
-        let buffer = started.buffers.get(self.at).ok_or("a shard was added after the casts had started")?;
-        Ok((buffer, &*started.copying))
+        let Started(casts) = self.casts.started.get().ok_or("the cast of a shard was not started")?;
+        let buffer = casts.buffers.get(self.at).ok_or("a shard was added after the casts had started")?;
+        Ok((buffer, &*casts.copying))
     }
 }
 

@@ -261,7 +261,7 @@ pub(crate) trait Kernels: Send + Sync {
 
     /// Starts casts of contiguous tensors to buffers of these dtypes, beside computations. The caller keeps tensors and
     /// buffers until the device waits for the casts ([`PendingCopy::order`]). Returns `None` if this device is the CPU.
-    fn casts(&self, _tensors: &[(Tensor, DType)]) -> candle_core::Result<Option<(Vec<Buffer>, Box<dyn PendingCopy>)>> {
+    fn casts(&self, _tensors: &[(Tensor, DType)]) -> candle_core::Result<Option<Casts>> {
         Ok(None)
     }
 
@@ -320,6 +320,12 @@ pub(crate) trait PendingCopy: Send + Sync {
 
     /// Calls `f` with a view of the memory that the copy writes, for readers that wait for the copy themselves.
     fn view(&self, written: &Buffer, f: &mut dyn FnMut(View<'_>));
+}
+
+/// Casts that were started, with their buffers.
+pub(crate) struct Casts {
+    pub(crate) buffers: Vec<Buffer>,
+    pub(crate) copying: Box<dyn PendingCopy>,
 }
 
 /// The norm of all gradients together.

@@ -17,7 +17,7 @@ use fsdp_core::{Buffer, DType, View};
 use parking_lot::Mutex;
 
 use super::super::cpu::CpuKernels;
-use super::super::{HostMemory, HostSource, Kernels, PendingCopy, Slice};
+use super::super::{Casts, HostMemory, HostSource, Kernels, PendingCopy, Slice};
 use super::device::{CudaKernels, of_ordinal};
 use crate::error::Error;
 use crate::storage::with_slice;
@@ -84,7 +84,7 @@ impl PendingCopy for StreamCopy {
 }
 
 /// See [`Kernels::casts`].
-pub(super) fn casts(cuda: &CudaKernels, tensors: &[(Tensor, DType)]) -> Result<(Vec<Buffer>, Box<dyn PendingCopy>)> {
+pub(super) fn casts(cuda: &CudaKernels, tensors: &[(Tensor, DType)]) -> Result<Casts> {
     let (compute, stream) = (&cuda.stream, &cuda.copies()?.casts);
     // Allocated on the compute stream, which the casts wait for.
     let take = |(tensor, dtype): &(Tensor, DType)| cuda.uninit(*dtype, tensor.elem_count());
@@ -105,7 +105,7 @@ pub(super) fn casts(cuda: &CudaKernels, tensors: &[(Tensor, DType)]) -> Result<(
         casting.order()?;
         return Err(error);
     }
-    Ok((buffers, Box::new(casting)))
+    Ok(Casts { buffers, copying: Box::new(casting) })
 }
 
 /// A CPU tensor as the source of copies.

@@ -39,7 +39,7 @@ use fsdp_core::{BlockFormat, Buffer, DType, Element, View};
 
 use super::slice::{ViewMut, each_dtype, no_values, same_length};
 use super::{
-    AdamUpdate, EightBits, HostMemory, HostSource, Kernels, NormType, PendingCopy, Rows, STATE_BLOCK, SgdUpdate, Slice,
+    AdamUpdate, Casts, EightBits, HostMemory, HostSource, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice,
     SliceMut, StorageMut, check_blocks,
 };
 use crate::error::Error;
@@ -425,7 +425,7 @@ impl Kernels for CudaKernels {
         self.query_memory(wanted)
     }
 
-    fn casts(&self, tensors: &[(Tensor, DType)]) -> Result<Option<(Vec<Buffer>, Box<dyn PendingCopy>)>> {
+    fn casts(&self, tensors: &[(Tensor, DType)]) -> Result<Option<Casts>> {
         host_copies::casts(self, tensors).map(Some)
     }
 

@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use fsdp_candle::{FullyShard, ReshardAfterForward, ShardedVarMap, nn};
 
-use super::model::{FOUR, Shape, Skew};
+use super::model::{Shape, Skew};
 use super::training::{SETUP, Setup, compare_prepared, sgd};
 use crate::common::one_of;
 use crate::random_models::{Draw, number};
@@ -51,7 +51,6 @@ fn random_mixtures_train_alike() {
             },
             bias: draw.once_in(3),
             recomputes: draw.once_in(3),
-            ..FOUR
         };
         let options: fn(FullyShard) -> FullyShard = match draw.below(4) {
             0 => |options| options.reshard_after_forward(ReshardAfterForward::Never),
@@ -66,7 +65,7 @@ fn random_mixtures_train_alike() {
             let is_frozen = move |name: &str| {
                 let mut hasher = DefaultHasher::new();
                 (seed, name).hash(&mut hasher);
-                !name.starts_with("head") && !nn::is_adapter(name) && hasher.finish() % 3 > 0
+                !name.starts_with("head") && !nn::is_adapter(name) && !hasher.finish().is_multiple_of(3)
             };
             if freezes {
                 vars.freeze(is_frozen).unwrap();
