@@ -21,7 +21,7 @@ const LAYERS: [(&str, &str); 6] = [
     (
         "fsdp-candle",
         "error warning autograd kernels storage disk graph upload pattern tensors collectives context_parallel random extension adapter float8 tensor_parallel \
-        data_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict \
+        data_parallel expert_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict \
         checkpoints doc_example",
     ),
     (
@@ -50,7 +50,7 @@ const FILES: [(&str, &str); 9] = [
         "fsdp-candle/src/nn",
         "weight cpu input last_upload target_rows cuda no_cuda limits empty activation residual tensor_parallel linear \
          swiglu layer_norm dropout softmax attention cpu_flash_attention rotary rotary_emb batch_norm group_norm embedding \
-         ops rnn moe conv pool expert_parallel experts loss kv_cache",
+         ops rnn moe conv pool local_experts expert_parallel experts loss kv_cache",
     ),
     (
         "fsdp-candle/src/nn/attention",

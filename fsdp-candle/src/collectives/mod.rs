@@ -18,9 +18,10 @@
 //!
 //! Every rank of the group calls the same functions in the same order and runs the same backward. Each function waits
 //! for its collective, so forward and backward issue collectives in the order of the graph. The number of ranks
-//! must divide a split dimension, except in [`all_to_all_v`]; each function checks it before any communication. If shapes or dtypes differ, every
-//! rank gets [`fsdp_core::Error::Mismatch`]. Half-precision sums are accumulated in f32 and rounded once, except by
-//! NCCL. On a device, the group must move that device's memory, as the groups of a [`World`](crate::World) do.
+//! must divide a split dimension, except in [`all_to_all_v`]; each function checks it before any communication. If
+//! shapes or dtypes differ, every rank gets [`fsdp_core::Error::Mismatch`]. Half-precision sums are accumulated in f32
+//! and rounded once, except by NCCL. On a device, the group must move that device's memory, as the groups of a
+//! [`World`](crate::World) do.
 
 mod shared_input;
 mod without_grad;

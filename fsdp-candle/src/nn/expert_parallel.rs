@@ -10,7 +10,7 @@ use fsdp_core::ProcessGroup;
 use fsdp_core::process_group::{Signature, Subject};
 
 use super::cpu::indices;
-use super::experts::local_mixture;
+use super::local_experts::local_mixture;
 use super::swiglu::SwiGlu;
 use super::weight::{GradDestination, Weight};
 use crate::collectives::{all_to_all_v, exchanged_rows};
@@ -60,7 +60,7 @@ impl ExpertRanks {
         }))
     }
 
-    /// See [`mixture_of_experts`]. The tensors have been checked.
+    /// See [`mixture_of_experts`](super::mixture_of_experts). The tensors have been checked.
     pub(super) fn mixture(
         &self,
         function: &'static str,

@@ -98,6 +98,7 @@ mod last_upload;
 pub mod layer_norm;
 mod limits;
 pub mod linear;
+mod local_experts;
 pub mod loss;
 pub mod moe;
 pub mod ops;
