@@ -20,7 +20,6 @@ use super::super::cpu::CpuKernels;
 use super::super::{Casts, HostMemory, HostSource, Kernels, PendingCopy, Slice};
 use super::device::{CudaKernels, of_ordinal};
 use crate::error::Error;
-use crate::storage::with_slice;
 
 /// Size of a page, the unit of page-locking.
 const PAGE_BYTES: usize = 4096;
@@ -93,10 +92,11 @@ pub(super) fn casts(cuda: &CudaKernels, tensors: &[(Tensor, DType)]) -> Result<C
     driver(stream, "waiting for the compute stream", stream.join(compute))?;
     let cast = tensors.iter().zip(&buffers).try_for_each(|((tensor, dtype), to)| {
         let to = of_device(compute, to)?.view();
-        with_slice(tensor, |_, from| {
-            let View::Cuda(view) = from.view() else { bail!("the shard is not on a CUDA device") };
-            cuda.cast_on(stream, (from.dtype(), view), (*dtype, to))
-        })
+        let (storage, layout) = tensor.storage_and_layout();
+        let Some((start, end)) = layout.contiguous_offsets() else { bail!("a shard is not contiguous") };
+        let from = cuda.slice(&storage, start..end)?;
+        let View::Cuda(view) = from.view() else { bail!("a shard is not on a CUDA device") };
+        cuda.cast_on(stream, (from.dtype(), view), (*dtype, to))
     });
     // Recorded even after a failure, because the casts before it run.
     let end = Arc::new(driver(stream, "recording an event", stream.record_event(None))?);
