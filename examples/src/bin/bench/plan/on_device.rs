@@ -180,8 +180,9 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
         + fills
         + operations
         + sums;
-    // The parameters' nodes in the graph of the second forward.
-    let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 6.5 * (tensors + 1.) };
+    // The parameters' nodes in the graph of the second forward. Counts are five higher where queries and keys are rotated.
+    let of_rotated = if layer.rotary && !is_mixture { 5. } else { 0. };
+    let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 6.5 * (tensors + 1.) + of_rotated };
     // Without tensor cores, the gradients of keys and values are added up in f32, and rounded.
     let rounded = if Attention::of(setup, layer) == Attention::Blocks { 8. } else { 0. };
     let casts = if setup.compute == Precision::F32 { 0. } else { (2. + of_gradients(setup)) * tensors + rounded };
