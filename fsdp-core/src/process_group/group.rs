@@ -471,7 +471,7 @@ impl ProcessGroup {
     /// ```
     /// use fsdp_core::process_group::local;
     /// local::run(2, |group| {
-    ///     let values = [vec![1u32, 2], vec![3, 4]].swap_remove(group.rank());
+    ///     let values = [[1u32, 2], [3, 4]][group.rank()].to_vec();
     ///     assert_eq!(group.exchange_values(values).unwrap(), [[1, 3], [2, 4]][group.rank()]);
     /// });
     /// ```
