@@ -74,6 +74,21 @@ impl ShardMesh {
     }
 }
 
+/// The dimensions of a mesh by role.
+#[derive(Clone)]
+struct Dims {
+    /// Position of the dimension that shards, if any.
+    sharding: Option<usize>,
+    /// Positions of the dimensions without a role.
+    others: Vec<usize>,
+    /// Position of the dimension whose ranks own different experts, if the parameters belong to experts. One of `others`.
+    experts: Option<usize>,
+    /// Names of the dimensions that shard, before they are merged.
+    shard_names: Vec<String>,
+    /// Names of the dimensions that replicate, before they are merged.
+    replicate_names: Vec<String>,
+}
+
 /// The roles of a mesh's dimensions: some shard (FSDP), some replicate (HSDP, DDP), and others may split parameters
 /// first (tensor parallelism).
 pub(crate) struct DataParallel {
@@ -81,14 +96,7 @@ pub(crate) struct DataParallel {
     pub(crate) mesh: DeviceMesh,
     /// The dimensions that shard or replicate.
     pub(crate) data: DeviceMesh,
-    /// Position of the dimension that shards, if any.
-    sharding: Option<usize>,
-    /// Positions of the dimensions without a role.
-    others: Vec<usize>,
-    /// Position of the dimension whose ranks own different experts, if the parameters are of experts.
-    experts: Option<usize>,
-    /// Names of the dimensions that shard, and of those that replicate.
-    names: [Vec<String>; 2],
+    dims: Dims,
     /// The ranks that hold different shards.
     pub(crate) shard: ProcessGroup,
     /// The ranks that hold the same shard, if there are several.
@@ -119,17 +127,23 @@ impl DataParallel {
             }
         };
         let shard = mesh.group(sharding)?.clone();
-        let (replicating, sharding_name) = mesh.layout().names().split_at(sharding);
-        let names = [sharding_name.to_vec(), replicating.to_vec()];
-        let ranks = DataParallel::new(mesh.clone(), mesh.clone(), (Some(sharding), vec![]), (shard, replicate));
-        Ok(DataParallel { names, ..ranks })
+        let (replicating, shards) = mesh.layout().names().split_at(sharding);
+        let dims = Dims {
+            sharding: Some(sharding),
+            others: vec![],
+            experts: None,
+            shard_names: shards.to_vec(),
+            replicate_names: replicating.to_vec(),
+        };
+        Ok(DataParallel::new(mesh.clone(), mesh.clone(), dims, (shard, replicate)))
     }
 
     /// Makes the roles of named dimensions. Collective.
     pub(crate) fn of_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
         let DataParallelMeshDims { shard, replicate } = *dims;
         let named: Vec<&str> = replicate.iter().chain(shard).copied().collect();
-        let role_names = [shard, replicate].map(|names| names.iter().map(|&name| name.to_owned()).collect());
+        let owned = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        let (shard_names, replicate_names) = (owned(shard), owned(replicate));
         // Refuses unknown and repeated names before any communication.
         let data = if named.is_empty() { None } else { Some(mesh.slice(&named)?) };
         check_ranks_agree(mesh, "roles of its dimensions", &format!("{dims:?}"))?;
@@ -159,14 +173,14 @@ impl DataParallel {
         let names = whole.layout().names().iter().enumerate();
         let has_role = |dim: usize, name: &str| sharding == Some(dim) || named.contains(&name);
         let others = names.filter(|(dim, name)| !has_role(*dim, name)).map(|(dim, _)| dim).collect();
-        let ranks = DataParallel::new(whole, data, (sharding, others), (shard, replicate));
-        Ok(DataParallel { names: role_names, ..ranks })
+        let dims = Dims { sharding, others, experts: None, shard_names, replicate_names };
+        Ok(DataParallel::new(whole, data, dims, (shard, replicate)))
     }
 
     /// Makes the roles for experts that live on different ranks of the dimension `name` of `mesh`, the mesh of these roles:
     /// the dimension does not shard them. Collective. Fails if the dimension does not shard other parameters.
     pub(crate) fn of_experts(&self, mesh: &DeviceMesh, name: &str) -> Result<Self> {
-        let [shard, replicate] = &self.names;
+        let Dims { shard_names: shard, replicate_names: replicate, .. } = &self.dims;
         if !shard.iter().any(|other| other == name) {
             return Err(fsdp_core::Error::Mesh(format!(
                 "dimension \"{name}\" of the mesh {} does not shard: experts can live on the ranks of a dimension that shards \
@@ -177,24 +191,22 @@ impl DataParallel {
         }
         let remaining: Vec<&str> = shard.iter().map(String::as_str).filter(|other| *other != name).collect();
         let replicate: Vec<&str> = replicate.iter().map(String::as_str).collect();
-        let ranks = DataParallel::of_dims(mesh, &DataParallelMeshDims { shard: &remaining, replicate: &replicate })?;
-        let experts = ranks.parallel_dim(name, mesh.group_by_name(name)?);
-        Ok(DataParallel { experts, ..ranks })
+        let mut ranks =
+            DataParallel::of_dims(mesh, &DataParallelMeshDims { shard: &remaining, replicate: &replicate })?;
+        ranks.dims.experts = ranks.parallel_dim(name, mesh.group_by_name(name)?);
+        Ok(ranks)
     }
 
     fn new(
         mesh: DeviceMesh,
         data: DeviceMesh,
-        (sharding, others): (Option<usize>, Vec<usize>),
+        dims: Dims,
         (shard, replicate): (ProcessGroup, Option<ProcessGroup>),
     ) -> Self {
         DataParallel {
             mesh,
             data,
-            sharding,
-            others,
-            experts: None,
-            names: [vec![], vec![]],
+            dims,
             shard,
             replicate: replicate.filter(|group| group.size() > 1),
             is_sharded_over_replicas: false,
@@ -207,7 +219,7 @@ impl DataParallel {
     /// Checks that every rank of `of`, the mesh of all copies, is a data-parallel rank here.
     pub(crate) fn check_covers(&self, of: &DeviceMesh) -> std::result::Result<(), String> {
         // Each rank sends tokens to the ranks of their experts.
-        if self.experts.is_some() || self.data.covers(of) {
+        if self.dims.experts.is_some() || self.data.covers(of) {
             return Ok(());
         }
         Err(format!(
@@ -224,17 +236,20 @@ impl DataParallel {
     /// Returns the same roles on a larger mesh with these dimensions and others, or `None` if the mesh lacks one of
     /// them.
     pub(crate) fn on_larger_mesh(&self, mesh: &DeviceMesh) -> Option<Self> {
-        let dims = self.mesh.layout().shape().len();
-        if mesh.layout().shape().len() <= dims {
+        let count = self.mesh.layout().shape().len();
+        if mesh.layout().shape().len() <= count {
             return None;
         }
         let place = |dim: usize| dim_of(mesh, &self.mesh.layout().names()[dim], self.mesh.group(dim).ok()?);
-        let places: Vec<usize> = (0..dims).map(place).collect::<Option<_>>()?;
-        let sharding = self.sharding.map(|dim| places[dim]);
-        let others = (0..mesh.layout().shape().len()).filter(|dim| !places.contains(dim)).collect();
+        let places: Vec<usize> = (0..count).map(place).collect::<Option<_>>()?;
+        let dims = Dims {
+            sharding: self.dims.sharding.map(|dim| places[dim]),
+            others: (0..mesh.layout().shape().len()).filter(|dim| !places.contains(dim)).collect(),
+            experts: self.dims.experts.map(|dim| places[dim]),
+            ..self.dims.clone()
+        };
         let groups = (self.shard.clone(), self.replicate.clone());
-        let ranks = DataParallel::new(mesh.clone(), self.data.clone(), (sharding, others), groups);
-        Some(DataParallel { experts: self.experts.map(|dim| places[dim]), names: self.names.clone(), ..ranks })
+        Some(DataParallel::new(mesh.clone(), self.data.clone(), dims, groups))
     }
 
     /// Returns the same ranks with shards divided over replicas; without replicas, these ranks. Fails if several
@@ -243,7 +258,8 @@ impl DataParallel {
         let Some(replicas) = self.replicate.as_ref().filter(|_| !self.is_sharded_over_replicas) else {
             return Ok(self.clone());
         };
-        let along = (0..self.sharding.unwrap_or(0)).find(|&dim| self.mesh.group(dim).is_ok_and(|g| g.is(replicas)));
+        let along =
+            (0..self.dims.sharding.unwrap_or(0)).find(|&dim| self.mesh.group(dim).is_ok_and(|g| g.is(replicas)));
         if along.is_none() {
             return Err(fsdp_core::Error::Mesh(format!(
                 "to divide shards over replicas, the mesh {} must replicate along one dimension, left of the one \
@@ -253,11 +269,9 @@ impl DataParallel {
             .into());
         }
         let divided = || {
-            let roles = (self.sharding, self.others.clone());
             let groups = (self.shard.clone(), self.replicate.clone());
-            let ranks = DataParallel::new(self.mesh.clone(), self.data.clone(), roles, groups);
-            let (experts, names) = (self.experts, self.names.clone());
-            Arc::new(DataParallel { is_sharded_over_replicas: true, experts, names, ..ranks })
+            let ranks = DataParallel::new(self.mesh.clone(), self.data.clone(), self.dims.clone(), groups);
+            Arc::new(DataParallel { is_sharded_over_replicas: true, ..ranks })
         };
         Ok(self.over_replicas.get_or_init(divided).clone())
     }
@@ -270,12 +284,12 @@ impl DataParallel {
 
     /// Returns the ranks that own different experts, if the parameters are of experts.
     pub(crate) fn experts(&self) -> Option<&ProcessGroup> {
-        self.experts.and_then(|dim| self.mesh.group(dim).ok())
+        self.dims.experts.and_then(|dim| self.mesh.group(dim).ok())
     }
 
     /// Returns the position of the dimension whose ranks own different experts.
     pub(crate) fn experts_dim(&self) -> Option<usize> {
-        self.experts
+        self.dims.experts
     }
 
     /// Returns the number of ranks whose batches a gradient sums over, on all data-parallel ranks.
@@ -296,12 +310,12 @@ impl DataParallel {
 
     /// Returns the groups along the dimensions without a role.
     pub(crate) fn other_groups(&self) -> impl Iterator<Item = &ProcessGroup> {
-        self.others.iter().filter_map(|&dim| self.mesh.group(dim).ok())
+        self.dims.others.iter().filter_map(|&dim| self.mesh.group(dim).ok())
     }
 
     /// Returns the position of the tensor-parallel dimension among those without a role.
     pub(crate) fn parallel_dim(&self, name: &str, ranks: &ProcessGroup) -> Option<usize> {
-        dim_of(&self.mesh, name, ranks).filter(|dim| self.others.contains(dim))
+        dim_of(&self.mesh, name, ranks).filter(|dim| self.dims.others.contains(dim))
     }
 
     /// Returns the ranks that hold the same shard, if there are several.
@@ -358,13 +372,13 @@ impl DataParallel {
         {
             placements[at] = Placement::Shard(cut);
         }
-        if let (Some(at), Some(rank)) = (self.experts, owner) {
+        if let (Some(at), Some(rank)) = (self.dims.experts, owner) {
             placements[at] = Placement::OwnedBy { dim: 0, rank };
         }
         let replicas = self.replicate.as_ref().filter(|_| self.is_sharded_over_replicas);
         let dividing =
             replicas.and_then(|own| (0..sizes.len()).find(|&at| self.mesh.group(at).is_ok_and(|g| g.is(own))));
-        for at in self.sharding.into_iter().chain(dividing) {
+        for at in self.dims.sharding.into_iter().chain(dividing) {
             // Dimensions further right that shard the same dimension split it first.
             let before = (at + 1..sizes.len()).filter(|&right| placements[right].shard_dim() == Some(dim));
             placements[at] = match before.map(|right| sizes[right]).product() {

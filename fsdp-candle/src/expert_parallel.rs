@@ -4,10 +4,19 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use fsdp_core::ProcessGroup;
+
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, Result};
 use crate::pattern::NamePattern;
 use crate::tensor_parallel::{ParallelPlan, ParallelStyle};
+
+/// The rank that has a parameter's expert, and the roles of the ranks that hold the parameter.
+pub(crate) struct Expert {
+    pub(crate) ranks: Arc<DataParallel>,
+    /// A rank of [`DataParallel::experts`].
+    pub(crate) owner: usize,
+}
 
 /// The lists of experts whose experts live on different ranks.
 pub(crate) struct ExpertPlan {
@@ -31,23 +40,18 @@ impl ExpertPlan {
         Ok(ExpertPlan { ranks, lists: plan.modules().iter().map(list).collect::<Result<_>>()? })
     }
 
-    /// Returns the roles of the ranks that hold the experts' parameters.
-    pub(crate) fn ranks(&self) -> &Arc<DataParallel> {
-        &self.ranks
-    }
-
     /// Returns the patterns that no list of experts has matched so far.
     pub(crate) fn unmatched(&self) -> impl Iterator<Item = &NamePattern> {
         self.lists.iter().filter(|list| !list.matched.load(Ordering::Relaxed)).map(|list| &list.pattern)
     }
 
-    /// Returns the rank that has the expert of this parameter, or `None` if the parameter is in no list of experts. Fails
-    /// if a list's parameter is not of a numbered expert.
-    pub(crate) fn owner(&self, name: &str) -> Result<Option<usize>> {
+    /// Returns the expert of this parameter, or `None` if the parameter is in no list of experts. Fails if a list's
+    /// parameter does not belong to a numbered expert.
+    pub(crate) fn of(&self, name: &str) -> Result<Option<Expert>> {
         for (dot, _) in name.match_indices('.') {
             let (module, rest) = (&name[..dot], &name[dot + 1..]);
             let Some(list) = self.lists.iter().find(|list| list.pattern.matches(module)) else { continue };
-            let Some(expert) = rest.split_once('.').and_then(|(number, _)| number.parse::<usize>().ok()) else {
+            let Some(number) = rest.split_once('.').and_then(|(number, _)| number.parse::<usize>().ok()) else {
                 return Err(Error::parameter(
                     name,
                     format!(
@@ -58,7 +62,8 @@ impl ExpertPlan {
                 ));
             };
             list.matched.store(true, Ordering::Relaxed);
-            return Ok(self.ranks.experts().map(|ranks| expert % ranks.size()));
+            let expert = |ranks: &ProcessGroup| Expert { ranks: self.ranks.clone(), owner: number % ranks.size() };
+            return Ok(self.ranks.experts().map(expert));
         }
         Ok(None)
     }

@@ -102,22 +102,35 @@ const EXPERTS: &str = r#"{"model_type": "mixtral", "hidden_size": 64, "intermedi
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
     "vocab_size": 512, "max_position_embeddings": 512}"#;
 
-/// Returns the counts of a run of `bench step` on one rank.
-fn counts_of_experts(layers: usize, steps: usize) -> Counts {
+/// Returns rank 0's counts of a run of `bench step`.
+fn counts_of_experts(ranks: usize, layers: usize, steps: usize) -> Counts {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), EXPERTS.replace("LAYERS", &layers.to_string())).unwrap();
     let mut command = Command::new(program("fsdp-launch"));
-    command.args(["--nproc-per-node", "1"]).arg(program("bench")).args(["step", "--device", "cuda", "--model", "."]);
+    let ranks_of_experts = ranks.to_string();
+    command.args(["--nproc-per-node", &ranks_of_experts]).arg(program("bench"));
+    command.args(["step", "--device", "cuda", "--model", ".", "--expert-parallel", &ranks_of_experts]);
     command.args(["--batch", "1", "--seq", "128", "--param-dtype", "bf16", "--steps", &steps.to_string()]);
     command.env("GPU_DOUBLE_REPORT", dir.path()).current_dir(dir.path());
     fsdp_test_support::run(command, Duration::from_secs(120)).ok();
-    Counts::of(dir.path(), 1).remove(0)
+    Counts::of(dir.path(), ranks).remove(0)
+}
+
+/// The host reads the choice of the router, and no other value.
+#[test]
+fn a_layer_of_experts_on_several_ranks_waits_once() {
+    let [few, many] = [1, 2].map(|layers| [1, 3].map(|steps| counts_of_experts(2, layers, steps)));
+    let waits = |counts: &[Counts; 2]| {
+        let of = |counts: &Counts| counts.sum("host synchronisation", |_| true);
+        of(&counts[1]) - of(&counts[0])
+    };
+    assert_eq!((waits(&many) - waits(&few)) / 2, 1);
 }
 
 /// The kernels and products of a mixture are the same for any number of experts, but for the weights' gradients.
 #[test]
 fn a_layer_of_experts_waits_once() {
-    let [few, many] = [1, 2].map(|layers| [1, 3].map(|steps| counts_of_experts(layers, steps)));
+    let [few, many] = [1, 2].map(|layers| [1, 3].map(|steps| counts_of_experts(1, layers, steps)));
     // Returns the counts that one more layer adds to a step.
     let a_layer = |category: &str, is_it: &dyn Fn(&str) -> bool| {
         let of = |counts: &[Counts; 2]| counts[1].sum(category, is_it) - counts[0].sum(category, is_it);

@@ -19,7 +19,8 @@ fn difference(name: &str, ranks: usize, flags: &str, recorded: &Trajectory) -> D
     train(name, ranks, flags, tempfile::tempdir().unwrap().path()).difference(recorded)
 }
 
-fn values(shape: &[usize], read: impl FnOnce(&Region, &mut [u8])) -> Vec<f32> {
+/// Returns the F32 values of a whole tensor.
+pub(crate) fn values(shape: &[usize], read: impl FnOnce(&Region, &mut [u8])) -> Vec<f32> {
     let region = Region::whole(shape);
     let mut bytes = vec![0; region.elements() * 4];
     read(&region, &mut bytes);

@@ -40,7 +40,7 @@ const FILES: [(&str, &str); 9] = [
         "fsdp-candle/src/fsdp",
         "backward_nodes comm frozen_call listed param_nodes policy shard_reader shard_inputs unit_path unsharded_memory weight_format full_values gradient \
          offload shard encoding settings unit_options order param_events param_spec param unit_params replica_shards \
-         all_gather param_group memory_summary callers diagnostics reduction schedule hooks handles built var_map unit_call module fully_shard \
+         all_gather param_group memory_summary callers diagnostics reduction schedule hooks handles built division var_map unit_call module fully_shard \
          parallelize",
     ),
     ("fsdp-candle/src/checkpoints", "agree values directory train_state manager"),

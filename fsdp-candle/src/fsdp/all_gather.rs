@@ -177,7 +177,6 @@ impl AllGatherRequest {
             };
             params.push((param.clone(), gathered));
         }
-        inputs.start()?;
         Ok(requests)
     }
 }

@@ -104,6 +104,7 @@ mod built;
 mod callers;
 mod comm;
 mod diagnostics;
+mod division;
 mod encoding;
 mod frozen_call;
 mod full_values;

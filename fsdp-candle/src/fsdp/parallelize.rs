@@ -10,6 +10,7 @@ use super::var_map::ShardedVarMap;
 use crate::data_parallel::check_ranks_agree;
 use crate::error::{Error, Result};
 use crate::expert_parallel::ExpertPlan;
+use crate::pattern::NamePattern;
 use crate::tensor_parallel::{BoundPlan, ParallelPlan, ParallelStyle};
 
 /// Divides the modules that a plan names over the ranks of one dimension of the map's mesh: PyTorch's
@@ -145,7 +146,7 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     }
     let planned = Arc::new(BoundPlan::new(mesh, plan)?);
     check_ranks_agree(of, "plans of tensor parallelism", &format!("{name} {plan:?}"))?;
-    vars.set_plan(planned, check_matched);
+    vars.set_plan(planned, check_modules);
     Ok(())
 }
 
@@ -159,22 +160,21 @@ fn check_experts(vars: &ShardedVarMap, plan: &ExpertPlan) -> Result<()> {
              expert as a SwiGlu of three linear layers, or remove the list from the plan",
         ));
     }
-    let Some(idle) = plan.unmatched().next() else { return Ok(()) };
-    let modules = params.iter().filter_map(|param| param.name().rsplit_once('.')).map(|(module, _)| module);
-    Err(Error::Argument(format!(
-        "parallelize: the pattern `{idle}` of the plan matches no list of experts; the modules are {}",
-        list_modules(modules).unwrap_or("none".into())
-    )))
+    check_matched(vars, "list of experts", plan.unmatched().next())
 }
 
 /// Fails for a pattern that matched no module of the complete model.
-fn check_matched(vars: &ShardedVarMap, plan: &BoundPlan) -> Result<()> {
-    let Some(idle) = plan.unmatched().next() else { return Ok(()) };
+fn check_modules(vars: &ShardedVarMap, plan: &BoundPlan) -> Result<()> {
+    check_matched(vars, "module with parameters of its own", plan.unmatched().next())
+}
+
+/// Fails if a pattern of a plan matched nothing of this kind in the complete model.
+fn check_matched(vars: &ShardedVarMap, kind: &str, idle: Option<&NamePattern>) -> Result<()> {
+    let Some(idle) = idle else { return Ok(()) };
     let params = vars.params();
     let modules = params.iter().filter_map(|param| param.name().rsplit_once('.')).map(|(module, _)| module);
     Err(Error::Argument(format!(
-        "parallelize: the pattern `{idle}` of the plan matches no module with parameters of its own; the modules \
-         are {}",
+        "parallelize: the pattern `{idle}` of the plan matches no {kind}; the modules are {}",
         list_modules(modules).unwrap_or("none".into())
     )))
 }

@@ -261,11 +261,6 @@ impl FsdpParam {
         Some((self.spec.ranks.experts()?, self.spec.owner?))
     }
 
-    /// Returns whether another rank has this parameter's expert: here the parameter has no elements and no uses.
-    pub(crate) fn is_elsewhere(&self) -> bool {
-        self.owner().is_some_and(|(ranks, owner)| ranks.rank() != owner)
-    }
-
     /// Returns the number of elements of the shard before replicas divide it.
     pub(super) fn shard_len(&self) -> usize {
         self.spec.over_replicas.as_ref().map_or(self.spec.region.elements(), |whole| whole.shape.iter().product())

@@ -67,7 +67,6 @@ impl ReplicaShards {
                 let input = param.shard.input(param.compute_dtype(), &inputs)?;
                 parts.push(GatherPart { input, counts });
             }
-            inputs.start()?;
             tracing::debug!(unit = unit.name(), parameters = positions.len(), "gather shards over replicas");
             let signature = unit.signature(positions.iter().copied()).with_advice(REPLICA_GATHER_ADVICE);
             let work = replicas.signed(signature).all_gather(parts, unit.pool().clone());

@@ -3,17 +3,17 @@
 //! On a device, shards of another dtype are cast on a stream beside the compute stream, as FSDP2 casts them on its stream
 //! for copy-ins. The all-gather waits for the casts, and computations wait for them only when the all-gather is done.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, bail};
-use fsdp_core::{Buffer, DType as CoreDType, DeviceId, Readable, View};
+use fsdp_core::{DType as CoreDType, DeviceId, Readable, View};
 use parking_lot::Mutex;
 
 use super::shard_reader::ShardReader;
-use crate::kernels::{self, Casts, PendingCopy};
+use crate::kernels::{self, Casts};
 use crate::storage::{Pool, to_core_dtype};
 
-/// What the inputs of a unit's all-gather share.
+/// Memory and loaders that the inputs of a unit's all-gather share.
 pub(super) struct ShardInputs {
     pub(super) pool: Arc<Pool>,
     pub(super) on_disk: Arc<ShardReader>,
@@ -30,42 +30,46 @@ impl ShardInputs {
         let dtype = to_core_dtype(dtype)?;
         let mut shards = self.casts.shards.lock();
         shards.push((shard.clone(), dtype));
-        let device = kernels::device_id(shard.device())?;
-        Ok(Arc::new(CastShard {
-            at: shards.len() - 1,
-            len: shard.elem_count(),
-            dtype,
-            device,
-            casts: self.casts.clone(),
-        }))
-    }
-
-    /// Starts the casts of all shards. Call before an engine reads one.
-    pub(super) fn start(&self) -> Result<()> {
-        let shards = self.casts.shards.lock();
-        let Some((first, _)) = shards.first() else { return Ok(()) };
-        let Some(started) = kernels::of_device(first.device())?.casts(&shards)? else {
-            bail!("shards on {:?} can't be cast beside computations", first.device())
-        };
-        // Started once, after the last shard was added.
-        let _ = self.casts.started.set(Started(started));
-        Ok(())
+        let (at, len, device) = (shards.len() - 1, shard.elem_count(), kernels::device_id(shard.device())?);
+        Ok(Arc::new(CastShard { at, len, dtype, device, casts: self.casts.clone() }))
     }
 }
 
-/// The casts of a unit's shards. The casts' memory is freed when no input is left.
+/// The casts of a unit's shards, all at once. They start when an engine reads the first, and their memory is freed when no
+/// input is left.
 #[derive(Default)]
 struct ShardCasts {
-    // Dropped before the shards, which computations may reuse from then on.
-    started: OnceLock<Started>,
+    // Dropped before the shards, which computations may write from then on.
+    started: Mutex<Option<Started>>,
     /// Shards to cast, each with the dtype of its copy.
     shards: Mutex<Vec<(Tensor, CoreDType)>>,
 }
 
 struct Started(Casts);
 
+impl ShardCasts {
+    fn start(&self) -> Result<Started> {
+        let shards = self.shards.lock();
+        let Some((first, _)) = shards.first() else { bail!("there is no shard to cast") };
+        match kernels::of_device(first.device())?.casts(&shards)? {
+            Some(started) => Ok(Started(started)),
+            None => bail!("shards on {:?} can't be cast beside computations", first.device()),
+        }
+    }
+
+    /// Calls `f` with the casts, which start now if they have not.
+    fn with<T>(&self, f: impl FnOnce(&Casts) -> T) -> std::result::Result<T, String> {
+        let mut started = self.started.lock();
+        let Started(casts) = match &mut *started {
+            Some(started) => started,
+            none => none.insert(self.start().map_err(|error| error.to_string())?),
+        };
+        Ok(f(casts))
+    }
+}
+
 impl Drop for Started {
-    /// Later computations wait for the casts even if no engine read them: they may use the memory, or write the shards.
+    /// Later computations wait for the casts, even if the collective failed: they may use the memory, or write the shards.
     fn drop(&mut self) {
         if let Err(error) = self.0.copying.order() {
             tracing::warn!(%error, "freeing the memory of cast shards");
@@ -82,14 +86,6 @@ struct CastShard {
     device: DeviceId,
 }
 
-impl CastShard {
-    fn started(&self) -> std::result::Result<(&Buffer, &dyn PendingCopy), String> {
-        let Started(casts) = self.casts.started.get().ok_or("the cast of a shard was not started")?;
-        let buffer = casts.buffers.get(self.at).ok_or("a shard was added after the casts had started")?;
-        Ok((buffer, &*casts.copying))
-    }
-}
-
 impl Readable for CastShard {
     fn dtype(&self) -> CoreDType {
         self.dtype
@@ -104,14 +100,13 @@ impl Readable for CastShard {
     }
 
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
-        let (buffer, copying) = self.started()?;
-        copying.order().map_err(|error| error.to_string())?;
-        Readable::read(buffer, f)
+        self.casts.with(|casts| {
+            casts.copying.order().map_err(|error| error.to_string())?;
+            Readable::read(&casts.buffers[self.at], f)
+        })?
     }
 
     fn view(&self, f: &mut dyn FnMut(View<'_>)) -> std::result::Result<(), String> {
-        let (buffer, copying) = self.started()?;
-        copying.view(buffer, f);
-        Ok(())
+        self.casts.with(|casts| casts.copying.view(&casts.buffers[self.at], f))
     }
 }

@@ -13,6 +13,7 @@ use indexmap::IndexMap;
 use parking_lot::Mutex;
 
 use super::built::{Asked, Built, EnclosingUnit, OpenParams};
+use super::division::{Division, check_ignored};
 use super::encoding::Encoding;
 use super::memory_summary::MemorySummary;
 use super::param::FsdpParam;
@@ -24,10 +25,10 @@ use super::shard::Shard;
 use super::unit_options::UnitOptions;
 use super::weight_format::Blocks;
 use crate::adapter::{Adapters, LoraConfig, adapted_layer};
-use crate::data_parallel::{DataParallel, DataParallelMeshDims, ReplicaLayout, ShardLayout, largest_over};
+use crate::data_parallel::{DataParallel, DataParallelMeshDims, largest_over};
 use crate::disk::{StateFile, StateOnDisk};
 use crate::error::{Error, Result};
-use crate::expert_parallel::ExpertPlan;
+use crate::expert_parallel::{Expert, ExpertPlan};
 use crate::float8::{Float8Layers, Float8Recipe};
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::kernels;
@@ -710,20 +711,6 @@ impl Drop for OpenUnit<'_> {
     }
 }
 
-/// How a parameter is divided among ranks.
-struct Division {
-    ranks: Arc<DataParallel>,
-    /// The rank that has the parameter's expert.
-    owner: Option<usize>,
-    shard_dim: usize,
-    /// Shape that layers hold on this rank.
-    local: Vec<usize>,
-    /// Box of the global shape that this rank holds.
-    region: Region,
-    layout: ShardLayout,
-    over_replicas: Option<ReplicaLayout>,
-}
-
 /// Building parameters.
 impl ShardedVarMap {
     /// Builds what a layer asks for: a sharded parameter, an ignored one or a buffer. Returns the tensor that the layer
@@ -743,12 +730,15 @@ impl ShardedVarMap {
             Some(plan) => plan.of(asked.name, asked.shape.dims())?,
             None => None,
         };
+        let expert = match &settings.experts {
+            Some(plan) => plan.of(asked.name)?,
+            None => None,
+        };
         if unit.opts.ignored_params.as_ref().is_some_and(|ignored| ignored(asked.name)) {
-            let is_owned = settings.experts.as_ref().map_or(Ok(None), |plan| plan.owner(asked.name))?.is_some();
-            check_ignored(asked.name, parallel.as_deref(), is_owned)?;
+            check_ignored(asked.name, parallel.as_deref(), expert.is_some())?;
             return self.whole(|built| &mut built.ignored, &asked);
         }
-        let param = self.build_param(asked, &unit, settings, parallel)?;
+        let param = self.build_param(asked, &unit, settings, parallel, expert)?;
         self.0.built.lock().add(param.clone(), unit.name);
         Ok(param.held.clone())
     }
@@ -760,11 +750,14 @@ impl ShardedVarMap {
         unit: &EnclosingUnit,
         settings: BuildSettings,
         parallel: Option<Arc<Parallel>>,
+        expert: Option<Expert>,
     ) -> Result<Arc<FsdpParam>> {
         let (opts, dims) = (&unit.opts, shape.dims());
         let trainable = !(settings.frozen)(name);
-        let Division { ranks, owner, shard_dim, local, region, layout, over_replicas } =
-            self.divide(name, dims, unit, &settings, parallel.as_deref(), trainable)?;
+        let owner = expert.as_ref().map(|expert| expert.owner);
+        let (ranks, shard_dim) = self.ranks_of(name, dims, unit, expert.as_ref(), trainable)?;
+        let Division { local, region, layout, over_replicas } =
+            Division::of(name, dims, (&ranks, shard_dim), parallel.as_deref(), owner)?;
         let extension = opts.extension.as_ref().and_then(|choose| choose(name));
         let stored = opts.store.as_ref().and_then(|choose| choose(name, dims));
         let encoding = Encoding::of(name, dims, &region, stored, extension, trainable)?;
@@ -798,32 +791,28 @@ impl ShardedVarMap {
         Ok(FsdpParam::new(spec, shard, nodes, &schedule.pool, schedule)?)
     }
 
-    /// Chooses the ranks of a parameter, and divides it among them.
-    fn divide(
+    /// Chooses the ranks of a parameter, and the dimension that they shard.
+    fn ranks_of(
         &self,
         name: &str,
         dims: &[usize],
         unit: &EnclosingUnit,
-        settings: &BuildSettings,
-        parallel: Option<&Parallel>,
+        expert: Option<&Expert>,
         trainable: bool,
-    ) -> Result<Division> {
+    ) -> Result<(Arc<DataParallel>, usize)> {
         let opts = &unit.opts;
         let placement = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or_default();
-        let owned = match &settings.experts {
-            Some(plan) => plan.owner(name)?.map(|owner| (plan.ranks(), owner)),
-            None => None,
-        };
-        let ranks = match owned {
+        let ranks = match expert {
             None => placement.mesh.map_or(unit.ranks.clone(), |mesh| self.on_whole_mesh(mesh.0)),
-            Some((ranks, _)) if placement.mesh.is_none() && Arc::ptr_eq(&unit.ranks, &self.ranks()?) => ranks.clone(),
+            Some(expert) if placement.mesh.is_none() && Arc::ptr_eq(&unit.ranks, &self.ranks()?) => {
+                expert.ranks.clone()
+            }
             Some(_) => {
                 let message = "the plan makes its list of experts ExpertParallel, which decides the mesh, and its unit or \
                      shard_placement_fn sets another: leave that mesh out, or remove the list from the plan";
                 return Err(Error::parameter(name, message));
             }
         };
-        let owner = owned.map(|(_, owner)| owner);
         if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
             ranks.post_forward_group(size)?;
         }
@@ -831,18 +820,8 @@ impl ShardedVarMap {
             ranks.check_covers(&self.copies()).map_err(|message| Error::parameter(name, message))?;
         }
         // A frozen parameter has no optimizer state to divide, and is unsharded over the shard ranks only.
-        let ranks =
-            if opts.shard_optimizer_over_replicas && trainable { ranks.sharded_over_replicas()? } else { ranks };
-        let shard_dim = placement.dim;
-        let mut local = parallel.map_or(dims.to_vec(), |parallel| parallel.local(dims));
-        if let (Some(rows), Some(owner)) = (local.first_mut(), owner)
-            && ranks.experts().is_some_and(|experts| experts.rank() != owner)
-        {
-            *rows = 0;
-        }
-        let (region, layout) = ranks.lay_out(name, (dims, &local), shard_dim, parallel, owner)?;
-        let over_replicas = ranks.lay_out_parts(name, &local, shard_dim)?;
-        Ok(Division { ranks, owner, shard_dim, local, region, layout, over_replicas })
+        let divides = opts.shard_optimizer_over_replicas && trainable;
+        Ok((if divides { ranks.sharded_over_replicas()? } else { ranks }, placement.dim))
     }
 
     /// Returns an ignored parameter or a buffer.
@@ -906,18 +885,4 @@ fn initial(
     })?;
     filled?;
     Ok(to_var(shard, &region.sizes, device)?)
-}
-
-/// Fails for an ignored parameter of a module that a plan makes parallel.
-fn check_ignored(name: &str, parallel: Option<&Parallel>, is_owned: bool) -> Result<()> {
-    let style = match parallel {
-        Some(parallel) => parallel.style.name(),
-        None if is_owned => "ExpertParallel",
-        None => return Ok(()),
-    };
-    let message = format!(
-        "it is ignored, and so whole on every rank, but the plan makes its module {style}: remove it from \
-         ignored_params or from the plan"
-    );
-    Err(Error::parameter(name, message))
 }

@@ -10,7 +10,7 @@ use fsdp_core::ProcessGroup;
 use fsdp_core::process_group::{Signature, Subject};
 
 use super::cpu::indices;
-use super::local_experts::local_mixture;
+use super::local_experts::{FUNCTION, combined, local_mixture, selected};
 use super::swiglu::SwiGlu;
 use super::weight::{GradDestination, Weight};
 use crate::collectives::{all_to_all_v, exchanged_rows};
@@ -18,34 +18,32 @@ use crate::error::Error;
 use crate::fsdp::FsdpParam;
 use crate::graph::{Reads, graph_op};
 use crate::storage::take;
-use crate::upload;
 
 /// The ranks of a mixture's experts.
 pub(super) struct ExpertRanks {
     group: ProcessGroup,
     /// The rank of each expert.
     owners: Vec<usize>,
-    /// Width of the experts' outputs.
-    outputs: usize,
 }
 
 impl ExpertRanks {
-    /// Returns the ranks, or `None` if every rank has all experts. Fails if a plan names only some of them.
-    pub(super) fn of(function: &'static str, experts: &[SwiGlu]) -> Result<Option<Self>> {
-        let params: Vec<_> = experts.iter().map(|expert| FsdpParam::of(expert.output_weight())).collect();
-        let owner = |at: usize| params[at].as_deref().and_then(FsdpParam::owner);
-        let Some((group, _)) = (0..experts.len()).find_map(owner) else { return Ok(None) };
-        let owners = (0..experts.len()).map(|at| match owner(at) {
-            Some((_, owner)) => Ok(owner),
-            None => {
-                bail!("{function}: the plan makes some experts ExpertParallel, and not expert {at}: name all or none")
-            }
-        });
-        let owners = owners.collect::<Result<Vec<_>>>()?;
-        let Some(first) = &params[0] else { bail!("{function}: expert 0 has no parameter of an FSDP unit") };
+    /// Returns the ranks, or `None` if this rank has all experts. Fails if a plan names only some of them, and if a rank has
+    /// none.
+    pub(super) fn of(experts: &[SwiGlu]) -> Result<Option<Self>> {
+        let first = experts.first().and_then(|expert| FsdpParam::of(expert.output_weight()));
+        let Some(first) = first else { return Ok(None) };
+        let Some((group, _)) = first.owner().filter(|(group, _)| group.size() > 1) else { return Ok(None) };
+        let owner = |(at, expert): (usize, &SwiGlu)| match FsdpParam::of(expert.output_weight()) {
+            Some(param) if let Some((_, owner)) = param.owner() => Ok(owner),
+            _ => bail!(
+                "{FUNCTION}: the plan makes `{}` and not expert {at} ExpertParallel: name all or none",
+                first.name()
+            ),
+        };
+        let owners = experts.iter().enumerate().map(owner).collect::<Result<Vec<_>>>()?;
         if let Some(idle) = (0..group.size()).find(|rank| !owners.contains(rank)) {
             bail!(
-                "{function} of `{}`: rank {idle} of the {} ranks of experts has none of the {} experts: use as many ranks as \
+                "{FUNCTION} of `{}`: rank {idle} of the {} ranks of experts has none of the {} experts: use as many ranks as \
                  experts, or fewer",
                 first.name(),
                 group.size(),
@@ -53,26 +51,14 @@ impl ExpertRanks {
             )
         }
         let subject = Subject::new(format!("the mixture of parameter `{}`", first.name()), []);
-        Ok(Some(ExpertRanks {
-            group: group.signed(Signature::new(&subject, [])),
-            outputs: first.shape().dims()[0],
-            owners,
-        }))
+        let group = group.signed(Signature::new(&subject, []));
+        Ok(Some(ExpertRanks { group, owners }))
     }
 
     /// See [`mixture_of_experts`](super::mixture_of_experts). The tensors have been checked.
-    pub(super) fn mixture(
-        &self,
-        function: &'static str,
-        x: &Tensor,
-        experts: &[SwiGlu],
-        chosen: &Tensor,
-        weights: &Tensor,
-    ) -> Result<Tensor> {
-        let (tokens, per_token) = chosen.dims2()?;
-        let (ranks, on_device) =
-            (self.group.size(), |ids: &[u32]| upload(&Tensor::new(ids, &Device::Cpu)?, x.device()));
-        let chosen = indices(function, "expert", chosen, experts.len(), "number of experts")?;
+    pub(super) fn mixture(&self, x: &Tensor, experts: &[SwiGlu], chosen: &Tensor, weights: &Tensor) -> Result<Tensor> {
+        let (ranks, per_token) = (self.group.size(), chosen.dim(1)?);
+        let chosen = indices(FUNCTION, "expert", chosen, experts.len(), "number of experts")?;
         let mut order: Vec<u32> = (0..chosen.len() as u32).collect();
         let expert_of = |route: u32| chosen[route as usize] as usize;
         order.sort_by_key(|&route| (self.owners[expert_of(route)], expert_of(route)));
@@ -86,16 +72,14 @@ impl ExpertRanks {
         let sent: Vec<i64> = (0..ranks).flat_map(padded).collect();
         let received = self.group.exchange_values(sent.clone()).map_err(Error::from)?;
         let sums = |counts: &[i64]| -> Vec<usize> {
-            counts.chunks(most.max(1)).map(|of_rank| of_rank.iter().sum::<i64>() as usize).collect()
+            counts.chunks(most).map(|of_rank| of_rank.iter().sum::<i64>() as usize).collect()
         };
         let (send, recv) = (sums(&sent), sums(&received));
 
-        let tokens_of: Vec<u32> = order.iter().map(|route| route / per_token as u32).collect();
-        let rows = x.index_select(&on_device(&tokens_of)?, 0)?;
-        let rows = all_to_all_v(&rows, &send, &recv, &self.group)?;
-
+        let tokens: Vec<u32> = order.iter().map(|route| route / per_token as u32).collect();
+        let rows = all_to_all_v(&selected(x, &tokens)?, &send, &recv, &self.group)?;
         let own: Vec<SwiGlu> = of_rank(self.group.rank()).map(|expert| experts[expert].clone()).collect();
-        let local = received.chunks(most.max(1)).flat_map(|of_rank| {
+        let local = received.chunks(most).flat_map(|of_rank| {
             of_rank.iter().zip(0u32..).flat_map(|(&count, expert)| std::iter::repeat_n(expert, count as usize))
         });
         let local: Vec<u32> = local.collect();
@@ -106,8 +90,7 @@ impl ExpertRanks {
         // The row of each route.
         let mut places = vec![0u32; order.len()];
         order.iter().zip(0u32..).for_each(|(&route, place)| places[route as usize] = place);
-        let back = back.index_select(&on_device(&places)?, 0)?.reshape((tokens, per_token, self.outputs))?;
-        back.broadcast_mul(&weights.to_dtype(x.dtype())?.unsqueeze(2)?)?.sum(1)
+        combined(&back, &places, weights)
     }
 
     /// Sends the outputs `[m, out]` back to the ranks of their tokens. Experts of other ranks are used here too: each has a
@@ -120,33 +103,22 @@ impl ExpertRanks {
     ) -> Result<Tensor> {
         let back = exchanged_rows(&y, &send, &recv, &self.group)?;
         let others = others.flat_map(SwiGlu::tensors).map(Weight::of).collect::<Result<Vec<_>>>()?;
-        if others.is_empty() {
-            // One rank has all experts.
-            return Ok(y);
-        }
         let joined = Weight::joined(&others)?;
         let (arguments, shape, group) = ([y, joined.node().clone()], back.shape().clone(), self.group.clone());
-        graph_op(
-            "mixture_of_experts",
-            &arguments,
-            take(&back)?,
-            shape,
-            Reads::Nothing,
-            move |arguments, _, gradient| {
-                let of_others = others.iter().map(|weight| match weight.grad_destination()? {
-                    GradDestination::Plain(value) => value.zeros_like().map(Some),
-                    GradDestination::Param { param, anchor } => {
-                        param.gradient.write_in(|_, _| Ok(()))?;
-                        Ok(Some(anchor.detach()))
-                    }
-                    GradDestination::Nothing => Ok(None),
-                });
-                let of_others = joined.set_gradients(of_others.collect::<Result<Vec<_>>>()?)?;
-                // Also without a graph of this rank's outputs: those of other ranks may have one.
-                let of_outputs = exchanged_rows(gradient, &recv, &send, &group)?;
-                Ok([arguments[0].track_op().then_some(of_outputs), of_others])
-            },
-        )
+        graph_op(FUNCTION, &arguments, take(&back)?, shape, Reads::Nothing, move |arguments, _, gradient| {
+            let of_others = others.iter().map(|weight| match weight.grad_destination()? {
+                GradDestination::Plain(value) => value.zeros_like().map(Some),
+                GradDestination::Param { param, anchor } => {
+                    param.gradient.write_in(|_, _| Ok(()))?;
+                    Ok(Some(anchor.detach()))
+                }
+                GradDestination::Nothing => Ok(None),
+            });
+            let of_others = joined.set_gradients(of_others.collect::<Result<Vec<_>>>()?)?;
+            // Also without a graph of this rank's outputs: those of other ranks may have one.
+            let of_outputs = exchanged_rows(gradient, &recv, &send, &group)?;
+            Ok([arguments[0].track_op().then_some(of_outputs), of_others])
+        })
     }
 
     /// Applies this rank's experts to rows `[m, in]`, of which each is for one of them. Returns `[m, out]`.
@@ -160,7 +132,7 @@ impl ExpertRanks {
         let shape = (chosen.len(), 1);
         let weights = Tensor::full(if count == 0 { 0f32 } else { 1. }, shape, rows.device())?;
         let chosen = Tensor::from_slice(chosen, shape, &Device::Cpu)?;
-        let y = local_mixture("mixture_of_experts", &rows, experts, &chosen, &weights)?;
+        let y = local_mixture(&rows, experts, &chosen, &weights)?;
         if count == 0 { y.narrow(0, 0, 0) } else { Ok(y) }
     }
 }

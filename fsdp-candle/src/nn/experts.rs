@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::cuda::Cuda;
 use super::expert_parallel::ExpertRanks;
-use super::local_experts::local_mixture;
+use super::local_experts::{FUNCTION, local_mixture};
 use super::swiglu::SwiGlu;
 
 /// Returns the experts of each token, which are those of its largest probabilities. `probabilities` is `[tokens, E]`,
@@ -80,11 +80,10 @@ pub fn choose_experts(probabilities: &Tensor, per_token: usize) -> Result<Tensor
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn mixture_of_experts(x: &Tensor, experts: &[SwiGlu], chosen: &Tensor, weights: &Tensor) -> Result<Tensor> {
-    let function = "mixture_of_experts";
     let ((tokens, _), (rows, per_token)) = (x.dims2()?, chosen.dims2()?);
     if experts.is_empty() || per_token == 0 || rows != tokens || weights.dims() != chosen.dims() {
         bail!(
-            "{function}: {} experts, chosen {:?} and weights {:?} do not fit the input {:?}: both must be [{tokens}, K] \
+            "{FUNCTION}: {} experts, chosen {:?} and weights {:?} do not fit the input {:?}: both must be [{tokens}, K] \
              with K of at least 1",
             experts.len(),
             chosen.dims(),
@@ -92,8 +91,8 @@ pub fn mixture_of_experts(x: &Tensor, experts: &[SwiGlu], chosen: &Tensor, weigh
             x.dims()
         );
     }
-    match ExpertRanks::of(function, experts)? {
-        Some(ranks) => ranks.mixture(function, x, experts, chosen, weights),
-        None => local_mixture(function, x, experts, chosen, weights),
+    match ExpertRanks::of(experts)? {
+        Some(ranks) => ranks.mixture(x, experts, chosen, weights),
+        None => local_mixture(x, experts, chosen, weights),
     }
 }

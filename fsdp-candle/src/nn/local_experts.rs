@@ -14,22 +14,19 @@ use crate::activation_checkpoint::{Operation, operation};
 use crate::graph::{Reads, graph_op};
 use crate::upload;
 
+/// The function in messages.
+pub(super) const FUNCTION: &str = "mixture_of_experts";
+
 /// [`mixture_of_experts`](super::mixture_of_experts) of experts that this rank has.
-pub(super) fn local_mixture(
-    function: &'static str,
-    x: &Tensor,
-    experts: &[SwiGlu],
-    chosen: &Tensor,
-    weights: &Tensor,
-) -> Result<Tensor> {
+pub(super) fn local_mixture(x: &Tensor, experts: &[SwiGlu], chosen: &Tensor, weights: &Tensor) -> Result<Tensor> {
     let per_token = chosen.dim(1)?;
     let plain: Option<Vec<_>> = experts.iter().map(|expert| expert.plain_weights(x)).collect();
     if let (Some(cuda), Some(experts)) = (Cuda::of(x), &plain)
         && cuda.is_one_operation(experts)
     {
-        return cuda.mixture(function, x, experts, chosen, weights);
+        return cuda.mixture(FUNCTION, x, experts, chosen, weights);
     }
-    let chosen = indices(function, "expert", chosen, experts.len(), "number of experts")?;
+    let chosen = indices(FUNCTION, "expert", chosen, experts.len(), "number of experts")?;
     let mut routes = vec![Routes::default(); experts.len()];
     for (route, expert) in (0u32..).zip(chosen) {
         let of_expert = &mut routes[expert as usize];
@@ -56,8 +53,7 @@ struct Routes {
 
 /// The mixture as a chain of operations.
 fn composite(x: &Tensor, experts: &[SwiGlu], mut routes: Vec<Routes>, weights: &Tensor) -> Result<Tensor> {
-    let on_device = |indices: &[u32]| upload(&Tensor::new(indices, &Device::Cpu)?, x.device());
-    let (tokens, per_token) = weights.dims2()?;
+    let tokens = weights.dim(0)?;
     // An expert without tokens computes a row of zeros, which no token uses. Its gradients are zeros, whatever the
     // tokens are.
     let zeros = Tensor::zeros((1, x.dim(1)?), x.dtype(), x.device())?;
@@ -73,12 +69,21 @@ fn composite(x: &Tensor, experts: &[SwiGlu], mut routes: Vec<Routes>, weights: &
         end += of_expert.len() as u32;
     }
     let outputs = experts.iter().zip(&routes);
-    let outputs =
-        outputs.map(|(expert, Routes { tokens, .. })| expert.forward(&x.index_select(&on_device(tokens)?, 0)?));
-    let outputs = Tensor::cat(&outputs.collect::<Result<Vec<_>>>()?, 0)?;
-    let width = outputs.dim(1)?;
-    let outputs = outputs.index_select(&on_device(&places)?, 0)?.reshape((tokens, per_token, width))?;
-    outputs.broadcast_mul(&weights.to_dtype(x.dtype())?.unsqueeze(2)?)?.sum(1)
+    let outputs = outputs.map(|(expert, Routes { tokens, .. })| expert.forward(&selected(&x, tokens)?));
+    combined(&Tensor::cat(&outputs.collect::<Result<Vec<_>>>()?, 0)?, &places, weights)
+}
+
+/// Returns rows of a tensor, as a node of the graph.
+pub(super) fn selected(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
+    x.index_select(&upload(&Tensor::new(rows, &Device::Cpu)?, x.device())?, 0)
+}
+
+/// Returns for each token the sum of its routes' outputs, each times its weight. `places` has the row of each route in
+/// `outputs`.
+pub(super) fn combined(outputs: &Tensor, places: &[u32], weights: &Tensor) -> Result<Tensor> {
+    let ((tokens, per_token), width) = (weights.dims2()?, outputs.dim(1)?);
+    let outputs = selected(outputs, places)?.reshape((tokens, per_token, width))?;
+    outputs.broadcast_mul(&weights.to_dtype(outputs.dtype())?.unsqueeze(2)?)?.sum(1)
 }
 
 /// The mixture as one operation.
@@ -112,7 +117,7 @@ fn fused(x: &Tensor, experts: &[[&Tensor; 3]], routes: Vec<Routes>, weights: &Te
         };
         let joined = Weight::joined(of_experts.iter().flatten())?;
         let (arguments, kept) = ([x.clone(), weights.clone(), joined.node().clone()], projections.clone());
-        let y = graph_op("mixture_of_experts", &arguments, y, &shape, Reads::Sources, move |arguments, _, dy| {
+        let y = graph_op(FUNCTION, &arguments, y, &shape, Reads::Sources, move |arguments, _, dy| {
             let (x, weights) = (arguments[0], arguments[1]);
             read!(values, x);
             read!(row_weights, weights);

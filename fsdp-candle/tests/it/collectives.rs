@@ -239,6 +239,7 @@ fn all_to_all_v_refuses_counts_that_do_not_fit() {
         // This rank's own count.
         refused(all_to_all_v(&x, &[1, 2], &[2, 1], group), &["all_to_all_v on rank", "make them equal"]);
         refused(exchange_counts(&[1], group), &["exchange_counts on rank", "1 counts for the 2 ranks"]);
+        refused(group.exchange_values(vec![1u32; 3]), &["3 values can't be divided evenly over the 2 ranks"]);
         // The group still works.
         assert_eq!(exchange_counts(&[1, 1], group).unwrap(), [1, 1]);
     });

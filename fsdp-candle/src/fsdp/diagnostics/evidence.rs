@@ -140,8 +140,7 @@ impl Inspection<'_> {
         let could_be = |node: &&Tensor| {
             node.rank() >= 2 && node.is_contiguous() && node.dtype().is_float() && self.is_inside(node)
         };
-        let is_matrix =
-            |param: &&Arc<FsdpParam>| param.trainable() && !param.is_elsewhere() && param.unsharded_shape().rank() == 2;
+        let is_matrix = |param: &&Arc<FsdpParam>| param.trainable() && param.unsharded_shape().rank() == 2;
         let matrices: Vec<_> = self.unit.params().iter().filter(is_matrix).collect();
         let has_a_width =
             |node: &&Tensor| matrices.iter().any(|matrix| matrix.unsharded_shape().dims().contains(&last(node)));
@@ -275,7 +274,6 @@ impl Inspection<'_> {
             let matrices = |trainable: bool| {
                 let of_width = move |param: &&Arc<FsdpParam>| {
                     param.trainable() == trainable
-                        && !param.is_elsewhere()
                         && matches!(param.unsharded_shape().dims(), [a, b] if (*a == width) != (*b == width))
                 };
                 self.unit.params().iter().filter(of_width)

@@ -74,9 +74,7 @@ impl Schedule {
             }
             if communicated {
                 let lacks_gradient = |param: &&Arc<FsdpParam>| {
-                    param.trainable()
-                        && !param.is_elsewhere()
-                        && !known.iter().any(|(other, used)| *used && Arc::ptr_eq(other, param))
+                    param.trainable() && !known.iter().any(|(other, used)| *used && Arc::ptr_eq(other, param))
                 };
                 let names = unit.params().iter().filter(lacks_gradient).map(|param| param.name().to_string());
                 let from = unused.len();

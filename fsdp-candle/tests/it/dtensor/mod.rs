@@ -1,5 +1,5 @@
 //! DTensors compared with plain tensors: all placements on 1-D and 2-D meshes of 1 to 4 ranks, with uneven, empty and
-//! strided shards.
+//! strided shards, and with all elements on one rank.
 
 mod asynchronous;
 mod create;
@@ -27,6 +27,10 @@ fn strided(dim: usize, split_factor: usize) -> Placement {
     Placement::StridedShard { dim, split_factor }
 }
 
+fn owned(dim: usize, rank: usize) -> Placement {
+    Placement::OwnedBy { dim, rank }
+}
+
 /// Runs a closure on each rank of each of the meshes.
 fn on_meshes(f: impl Fn(&DeviceMesh) + Sync) {
     for shape in [&[1][..], &[2], &[3], &[4], &[1, 2], &[2, 1], &[2, 2], &[1, 3]] {
@@ -39,19 +43,34 @@ fn on_mesh(shape: &[usize], f: impl Fn(&DeviceMesh) + Sync) {
     ranks(shape.iter().product(), |world: World| f(&world.mesh(&dims).unwrap()));
 }
 
-/// The valid placements of a tensor of this shape on a mesh, strided ones included.
+/// The valid placements of a tensor of this shape on a mesh, strided and owned ones included.
 fn layouts(mesh: &MeshLayout, shape: &[usize], of: &[Placement]) -> Vec<Vec<Placement>> {
+    let uneven = match mesh.shape() {
+        [ranks] => vec![vec![strided(0, 2)], vec![owned(0, ranks - 1)]],
+        [_, inner] => vec![
+            vec![strided(0, *inner), Shard(0)],
+            vec![strided(0, 2), Replicate],
+            vec![strided(0, *inner), owned(0, inner - 1)],
+            vec![Shard(0), owned(1, 0)],
+        ],
+        _ => vec![],
+    };
+    let uneven = uneven.into_iter().filter(|placements| fits(mesh, shape, placements));
+    layouts_of(mesh, shape, of).into_iter().chain(uneven).collect()
+}
+
+/// The valid combinations of some placements, one for each mesh dimension.
+fn layouts_of(mesh: &MeshLayout, shape: &[usize], of: &[Placement]) -> Vec<Vec<Placement>> {
     let mut all: Vec<Vec<Placement>> = vec![vec![]];
     for _ in mesh.shape() {
         all = all.into_iter().flat_map(|first| of.iter().map(move |&p| [&first[..], &[p]].concat())).collect();
     }
-    match mesh.shape() {
-        [_] => all.push(vec![strided(0, 2)]),
-        [_, inner] => all.extend([vec![strided(0, *inner), Shard(0)], vec![strided(0, 2), Replicate]]),
-        _ => {}
-    }
-    let can_be = |p: &Vec<Placement>| DTensorSpec::new(mesh.clone(), p, shape, fsdp_core::DType::F32).is_ok();
-    all.into_iter().filter(can_be).collect()
+    all.retain(|placements| fits(mesh, shape, placements));
+    all
+}
+
+fn fits(mesh: &MeshLayout, shape: &[usize], placements: &[Placement]) -> bool {
+    DTensorSpec::new(mesh.clone(), placements, shape, fsdp_core::DType::F32).is_ok()
 }
 
 /// Small positive and negative integers, which every dtype represents.

@@ -39,7 +39,7 @@ fn plans_of_experts_that_do_not_fit_are_refused() {
         build(&FullyShard::new(&vars), &vars, DType::F32, FOUR);
         refused(apply(&vars, &plan("others.*")), &["is built already"]);
 
-        // What the model does not have.
+        // The model does not have these modules.
         let x = tokens(world.rank(), 0, DType::F32);
         for (pattern, parts) in [
             ("blocks.*.expert", &["the pattern `blocks.*.expert` of the plan matches no list of experts"][..]),
@@ -55,7 +55,7 @@ fn plans_of_experts_that_do_not_fit_are_refused() {
                 Err(error) => refused::<(), _>(Err(error), parts),
             }
         }
-        // Layers that are no experts.
+        // A numbered layer is not an expert.
         let vars = map(&world, &both);
         apply(&vars, &plan("layers")).unwrap();
         let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
@@ -104,6 +104,27 @@ fn mixtures_that_ranks_cannot_share_are_refused() {
             0 => refused(called, &["the expert is on rank 1 of 2 ranks of experts, not on rank 0"]),
             _ => assert_eq!(called.unwrap().dims()[1], WIDTH),
         }
+    });
+}
+
+/// A mixture of two lists, of which the plan names the first.
+#[test]
+fn mixtures_that_are_partly_planned_are_refused() {
+    ranks(2, |world| {
+        let vars = map(&world, &["dp_shard", "ep"]);
+        apply(&vars, &plan("planned")).unwrap();
+        let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+            let expert = |list: &str, number: usize| {
+                let layer = |name: &str| nn::linear_no_bias(WIDTH, WIDTH, vb.pp(format!("{list}.{number}.{name}")));
+                candle_core::Result::Ok(nn::SwiGlu::new(layer("gate")?, layer("up")?, layer("down")?))
+            };
+            Ok([expert("planned", 0)?, expert("planned", 1)?, expert("others", 0)?])
+        });
+        let x = tokens(world.rank(), 0, DType::F32);
+        let chosen = Tensor::zeros((x.dims()[0], 1), DType::U32, x.device()).unwrap();
+        let weights = Tensor::ones((x.dims()[0], 1), DType::F32, x.device()).unwrap();
+        let mixed = model.unwrap().call(|experts| nn::mixture_of_experts(&x, experts, &chosen, &weights));
+        refused(mixed, &["makes `planned.0.down.weight` and not expert 2 ExpertParallel"]);
     });
 }
 

@@ -225,6 +225,23 @@ fn adapters_of_experts_train_alike() {
     }
 }
 
+/// A block of four experts of `3 x 60` elements, with a norm of 6 and a router of 24.
+#[test]
+fn ranks_gather_only_their_experts() {
+    let meshes: [(Mesh<'_>, usize); 3] = [(&[("ep", 2)], 2), (&[("dp_shard", 2), ("ep", 2)], 2), (&[("ep", 4)], 1)];
+    for (mesh, experts) in meshes {
+        ranks(mesh.iter().map(|(_, size)| size).product(), |world| {
+            let vars = vars(&world, mesh, true);
+            let options = FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Never);
+            let model = build(&options, &vars, DType::F32, FOUR);
+            model.forward(&tokens(world.rank(), 0, DType::F32)).unwrap();
+            let gathered = vars.memory_summary().unwrap().gathered;
+            let block = gathered.iter().find(|(unit, _)| unit == "blocks.0").unwrap();
+            assert_eq!(block.1, 4 * (experts * 3 * 60 + 6 + 24), "{mesh:?}");
+        });
+    }
+}
+
 #[test]
 fn scaled_losses_of_experts_overflow_on_all_ranks() {
     ranks(2, |world| {

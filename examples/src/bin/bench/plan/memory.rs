@@ -232,7 +232,7 @@ fn backward(setup: &Setup, layer: &Layer) -> f64 {
         return in_mlp;
     }
     let freed = e * (framework.within(&layer.mlp) + 2. * layer.residual);
-    // Of attention's output, queries, keys and values.
+    // The gradients of attention's output, queries, keys and values.
     let gradients = e * 2. * (layer.queries + layer.keys);
     in_mlp.max(on_device::attention_memory(setup, layer) + tokens * (gradients - freed))
 }

@@ -26,7 +26,7 @@ const CUDNN_TIME: [f64; 2] = [0.5, 0.6];
 /// The fewest queries that cuDNN is used for (`fsdp-candle/src/kernels/cuda/cudnn/mod.rs`).
 const CUDNN_QUERIES: usize = 512;
 
-/// What computes attention.
+/// The implementation of attention that a device uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Attention {
     /// Matrix products and a softmax, for a block of scores at a time.
@@ -64,18 +64,18 @@ fn block(layer: &Layer) -> f64 {
 /// precision sums of the gradients of keys and values.
 pub(super) fn attention_memory(setup: &Setup, layer: &Layer) -> f64 {
     let Setup { compute, .. } = *setup;
-    let of_queries = setup.tokens() * layer.queries;
     match Attention::of(setup, layer) {
-        Attention::TensorCores => return F32 * layer.scores,
+        Attention::TensorCores => F32 * layer.scores,
         Attention::Cudnn => {
-            let shared = if layer.keys < layer.queries { 2. * compute.bytes() * of_queries } else { 0. };
-            return F32 * layer.scores + F32 * of_queries + shared;
+            let of_keys = if layer.keys < layer.queries { 2. * compute.bytes() } else { 0. };
+            F32 * layer.scores + (F32 + of_keys) * setup.tokens() * layer.queries
         }
-        Attention::Blocks => {}
+        Attention::Blocks => {
+            let keys = layer.scores / layer.heads;
+            let sums = if compute == Precision::F32 { 0. } else { (2. * F32 + compute.bytes()) * layer.keys * keys };
+            2. * (F32 + compute.bytes()) * block(layer) + sums
+        }
     }
-    let keys = layer.scores / layer.heads;
-    let sums = if compute == Precision::F32 { 0. } else { (2. * F32 + compute.bytes()) * layer.keys * keys };
-    2. * (F32 + compute.bytes()) * block(layer) + sums
 }
 
 /// Returns the scores per token that are computed: those of visible keys, and of hidden keys in blocks along the
@@ -95,21 +95,21 @@ pub(super) fn attention(setup: &Setup, layer: &Layer) -> [f64; 2] {
     let attention = Attention::of(setup, layer);
     let computed = setup.tokens() * computed(layer, attention);
     let product = 2. * layer.queries / layer.heads * computed;
+    let fused = |products: [f64; 2], times: [f64; 2]| {
+        std::array::from_fn(|pass| device.attention(products[pass] * product * times[pass]))
+    };
     match attention {
         // Both kernels of backward compute the scores and the gradients of the weights.
-        Attention::TensorCores => {
-            return [2. * product * FLASH_TIME[0], 7. * product * FLASH_TIME[1]].map(|work| device.attention(work));
+        Attention::TensorCores => fused([2., 7.], FLASH_TIME),
+        Attention::Cudnn => fused([2., 5.], CUDNN_TIME),
+        // Forward writes products, reads them twice, and writes and reads weights. Backward writes and reads two products,
+        // and writes and reads weights and the products' gradients, which two matrix products read.
+        Attention::Blocks => {
+            let e = compute.bytes();
+            let moved = [3. * F32 + 2. * e, 4. * F32 + 5. * e];
+            std::array::from_fn(|pass| device.products([2., 5.][pass] * product) + device.moves(moved[pass] * computed))
         }
-        Attention::Cudnn => {
-            return [2. * product * CUDNN_TIME[0], 5. * product * CUDNN_TIME[1]].map(|work| device.attention(work));
-        }
-        Attention::Blocks => {}
     }
-    // Forward writes products, reads them twice, and writes and reads weights. Backward writes and reads two products, and
-    // writes and reads weights and the products' gradients, which two matrix products read.
-    let e = compute.bytes();
-    let moved = [3. * F32 + 2. * e, 4. * F32 + 5. * e];
-    std::array::from_fn(|pass| device.products([2., 5.][pass] * product) + device.moves(moved[pass] * computed))
 }
 
 /// Seconds that the host takes to launch a kernel: about what CUDA needs.
