@@ -14,7 +14,7 @@ import warnings
 
 import numpy
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, DeepseekV2Config, DeepseekV3Config
 from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, MixtralConfig, Phi3Config
 from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -125,8 +125,45 @@ PARALLEL = {
         tie_word_embeddings=True,
     ),
 }
+# Latent attention, a dense layer, then shared experts and groups of experts.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 7,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 11,
+    "n_group": 3,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-3,
+}
+DEEPSEEK = {
+    # Its rotation needs even sizes.
+    "deepseek_v2_tiny": DeepseekV2Config(
+        **SIZES | LATENT | {"kv_lora_rank": 8, "qk_nope_head_dim": 4},
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
+        n_routed_experts=6,
+        n_shared_experts=2,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "deepseek_v3_tiny": DeepseekV3Config(
+        **SIZES | LATENT,
+        q_lora_rank=9,
+        n_routed_experts=9,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    ),
+}
 # Later additions have later seeds.
 SEEDS = {name: seed for seed, name in enumerate([*sorted(CONFIGS), *sorted(MASKED), *PARALLEL])}
+# With these, no two scores between which a router chooses are nearer than 5e-5, so that rounding changes no choice.
+SEEDS |= {"deepseek_v2_tiny": 28, "deepseek_v3_tiny": 37}
 
 
 def tokens():
@@ -149,10 +186,14 @@ def examples():
 def make(name, out):
     torch.manual_seed(SEEDS[name])
     kind = AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
-    model = kind.from_config((CONFIGS | MASKED | PARALLEL)[name], dtype=torch.float32)
+    model = kind.from_config((CONFIGS | MASKED | PARALLEL | DEEPSEEK)[name], dtype=torch.float32)
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
             if "norm" in tensor_name.lower() or tensor_name.endswith("bias"):
+                tensor += 0.2 * torch.randn_like(tensor)
+        # Biases of a choice are buffers.
+        for tensor_name, tensor in model.named_buffers():
+            if tensor_name.endswith("bias"):
                 tensor += 0.2 * torch.randn_like(tensor)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -27,7 +27,7 @@ fn assert_near(ours: &Trajectory, want: &Trajectory, about: &str) {
     assert!(difference.is_within(NEAR), "{about}: {difference:?}");
 }
 
-const FAMILIES: [&str; 12] = [
+const FAMILIES: [&str; 14] = [
     "llama",
     "llama3",
     "mistral",
@@ -38,6 +38,8 @@ const FAMILIES: [&str; 12] = [
     "phi3",
     "mixtral",
     "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
     "gpt2",
     "bert",
 ];

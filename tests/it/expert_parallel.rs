@@ -6,7 +6,9 @@ use std::path::Path;
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_test_support::trajectory::{Difference, Trajectory};
-use fsdp_test_support::{copy_golden, edit_file, golden, golden_trajectory, merge_flags, tolerance, train_golden};
+use fsdp_test_support::{
+    copy_golden, edit_file, golden, golden_trajectory, json_lines, merge_flags, tolerance, train_golden,
+};
 
 use crate::golden::{ends_as_recorded, values};
 
@@ -15,10 +17,13 @@ const NEAR: Difference = Difference { loss: 2e-5, grad_norm: 2e-5 };
 
 #[test]
 fn recorded_runs_of_mixtures_are_reproduced() {
-    for name in ["mixtral_tiny", "qwen3_moe_tiny"] {
+    for name in ["mixtral_tiny", "qwen3_moe_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny"] {
         for ranks in [2, 3] {
-            // The balance of experts is that of each rank's batch, so each number of ranks has a recorded run.
-            let run = if ranks == 2 { "run".into() } else { format!("run_of_{ranks}") };
+            // Where the loss has the balance of each rank's experts, each number of ranks has a recorded run.
+            let run = match ranks == 2 || name.starts_with("deepseek") {
+                true => "run".into(),
+                false => format!("run_of_{ranks}"),
+            };
             let recorded = Trajectory::recorded(name, &run);
             let dir = tempfile::tempdir().unwrap();
             let flags = format!("--export-hf export --expert-parallel {ranks}");
@@ -42,6 +47,7 @@ fn train(name: &str, ranks: usize, flags: &str, dir: &Path) -> Trajectory {
 fn settings_train_as_without_expert_parallelism() {
     let data = golden("examples.jsonl");
     let sft = format!("--sft {}", data.display());
+    let dpo = format!("--init pretrained --dpo {} --seq-len 32", golden("dpo/pairs.jsonl").display());
     let near_in_bf16 = Difference { loss: 3e-3, grad_norm: 5e-2 };
     for (name, ranks, experts, flags, near) in [
         ("mixtral_tiny", 2, 2, "--activation-checkpoint full --grad-accum 2", NEAR),
@@ -56,6 +62,14 @@ fn settings_train_as_without_expert_parallelism() {
         ("qwen3_moe_tiny", 4, 2, "--lora-rank 3 --lora-targets all-linear --lr 1e-2", NEAR),
         ("qwen3_moe_tiny", 4, 4, "--param-dtype bf16", near_in_bf16),
         ("qwen3_moe_tiny", 2, 2, &sft, NEAR),
+        ("deepseek_v2_tiny", 4, 4, "--activation-checkpoint full", NEAR),
+        ("deepseek_v3_tiny", 4, 2, "--grad-accum 2 --batch-size 1", NEAR),
+        ("deepseek_v3_tiny", 4, 2, "--replicate 2 --lora-rank 3 --lora-targets all-linear --lr 1e-2", NEAR),
+        ("deepseek_v3_tiny", 2, 2, &sft, NEAR),
+        ("qwen3_moe_tiny", 4, 2, &dpo, NEAR),
+        ("mixtral_tiny", 4, 2, "--base nf4 --lora-rank 3 --lora-targets all-linear --lr 1e-2", NEAR),
+        // Codes have a scale for each shard, and other ranks have other shards.
+        ("qwen3_moe_tiny", 4, 2, "--all-gather float8", Difference { loss: 3e-3, grad_norm: 3e-2 }),
     ] {
         let (with, without) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let ours = train(name, ranks, &format!("{flags} --expert-parallel {experts}"), with.path());
@@ -67,6 +81,39 @@ fn settings_train_as_without_expert_parallelism() {
     }
 }
 
+/// Evaluations, samples and GGUF files are those of a run without expert parallelism.
+#[test]
+fn evaluations_and_exports_are_those_without_expert_parallelism() {
+    let run = |more: &str, dir: &Path| {
+        let flags = format!(
+            "--steps 4 --batch-size 2 --seed 3 --eval {} --eval-every 2 --export-gguf model.gguf {more}",
+            golden("tokens.bin").display()
+        );
+        let run = train_golden("mixtral_tiny", 3, &flags, dir).ok();
+        let evaluated = json_lines(&dir.join("metrics.jsonl")).into_iter();
+        let losses: Vec<f64> = evaluated.filter_map(|record| record["eval_loss"].as_f64()).collect();
+        let samples = run.stdout.lines().filter(|line| line.contains("sample")).map(str::to_owned);
+        (losses, samples.collect::<Vec<_>>(), fs::read(dir.join("model.gguf")).unwrap())
+    };
+    let (with, without) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (losses, samples, file) = run("--expert-parallel 3", with.path());
+    let (want, want_samples, want_file) = run("", without.path());
+    assert_eq!((losses.len(), samples), (want.len(), want_samples));
+    assert!(
+        losses.len() >= 2 && losses.iter().zip(&want).all(|(a, b)| (a / b - 1.).abs() < 2e-5),
+        "{losses:?}, {want:?}"
+    );
+    assert_eq!(file.len(), want_file.len());
+    let floats = |file: &[u8]| -> Vec<f32> {
+        // The tensors are at the end of the file.
+        let tail = file.chunks_exact(4).rev().take(file.len() / 8);
+        tail.map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])).collect()
+    };
+    let (ours, theirs) = (floats(&file), floats(&want_file));
+    let difference = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0., f32::max);
+    assert!(difference < 1e-4 * theirs.iter().fold(0., |most, x| x.abs().max(most)), "{difference}");
+}
+
 /// Sequences, and the layers of attention and of experts, are split over other ranks.
 #[test]
 fn experts_live_on_ranks_beside_other_parallelism() {
@@ -75,11 +122,14 @@ fn experts_live_on_ranks_beside_other_parallelism() {
         ("qwen3_moe_even", 4, "--tensor-parallel 2"),
         ("qwen3_moe_even", 4, "--tensor-parallel 2 --sequence-parallel"),
         ("qwen3_moe_even", 8, "--context-parallel 2 --tensor-parallel 2"),
+        ("deepseek_v2_tiny", 4, "--context-parallel 2"),
+        ("deepseek_v3_even", 4, "--tensor-parallel 2 --sequence-parallel"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let model = dir.path().join("model");
-        copy_golden("qwen3_moe_tiny", &model);
-        if name == "qwen3_moe_even" {
+        let recorded = name.replace("even", "tiny");
+        copy_golden(&recorded, &model);
+        if name.ends_with("even") {
             for (from, to) in [
                 ("\"moe_intermediate_size\": 11", "\"moe_intermediate_size\": 12"),
                 ("\"intermediate_size\": 43", "\"intermediate_size\": 44"),
@@ -95,7 +145,7 @@ fn experts_live_on_ranks_beside_other_parallelism() {
                 model.display(),
                 8 / readers
             );
-            golden_trajectory("qwen3_moe_tiny", ranks, &flags, dir)
+            golden_trajectory(&recorded, ranks, &flags, dir)
         };
         let (with, without) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let difference = run("--expert-parallel 2", with.path()).difference(&run("", without.path()));

@@ -123,8 +123,10 @@ fn padding_rows() {
 
 #[test]
 fn families_with_experts() {
-    for name in ["mixtral_tiny", "qwen3_moe_tiny"] {
-        family(name, true);
+    for (name, alone) in
+        [("mixtral_tiny", true), ("qwen3_moe_tiny", true), ("deepseek_v2_tiny", false), ("deepseek_v3_tiny", false)]
+    {
+        family(name, alone);
     }
 }
 

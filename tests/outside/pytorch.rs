@@ -7,13 +7,16 @@ use std::process::Command;
 use std::time::Duration;
 
 use candle_core::quantized::gguf_file::{Content, Value};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Module, Tensor};
+use fsdp_candle::activation_checkpoint::CheckpointPolicy;
+use fsdp_candle::{FullyShard, ShardedVarMap, World};
 use fsdp_test_support::agent::Agent;
 use fsdp_test_support::trajectory::Trajectory;
 use fsdp_test_support::{convert, golden, golden_trajectory, program, run, train_golden, workspace};
 use fsdp_tests_candle_transformers::original::models::{
     quantized_llama, quantized_phi3, quantized_qwen2, quantized_qwen3,
 };
+use fsdp_train::models::{Dropout, Head, ModelConfig, ModelOptions, Weights, build};
 use libtest_mimic::Trial;
 use serde_json::json;
 
@@ -24,7 +27,7 @@ use crate::network::two_hosts;
 const LIMIT: Duration = Duration::from_secs(600);
 const MODELS: [&str; 2] = ["llama_tiny", "gpt2_tiny"];
 /// Models of `tests/golden/make.py`.
-const FAMILIES: [&str; 12] = [
+const FAMILIES: [&str; 14] = [
     "llama3_tiny",
     "mistral_tiny",
     "qwen2_tiny",
@@ -34,6 +37,8 @@ const FAMILIES: [&str; 12] = [
     "phi3_tiny",
     "mixtral_tiny",
     "qwen3_moe_tiny",
+    "deepseek_v2_tiny",
+    "deepseek_v3_tiny",
     "bert_tiny",
     "llama_tp_tiny",
     "llama_tp_tied_tiny",
@@ -45,6 +50,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         pytorch_resumes_our_runs,
         other_optimizers_go_both_ways,
         transformers_reads_exports,
+        transformers_has_the_logits_of_trained_mixtures,
         adapters_go_both_ways,
         adapters_of_each_kind_have_their_loss_or_are_refused,
         candle_computes_from_gguf_what_transformers_does,
@@ -346,6 +352,43 @@ fn transformers_reads_exports() {
     }
     let printed = script("interop/export.py", &pairs);
     assert_eq!(printed.matches("ok  ").count(), 3, "{printed}");
+}
+
+/// Mixtures whose experts lived on four ranks, then on one.
+fn transformers_has_the_logits_of_trained_mixtures() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokens = golden("tokens.bin");
+    let ids: Vec<u32> =
+        fs::read(&tokens).unwrap().chunks(2).map(|id| u16::from_le_bytes([id[0], id[1]]).into()).collect();
+    let mut compared = vec![];
+    for name in ["qwen3_moe_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny"] {
+        let dir = dir.path().join(name);
+        fs::create_dir(&dir).unwrap();
+        let flags = "--batch-size 2 --steps 10 --expert-parallel 4 --checkpoint-dir saved";
+        train_golden(name, 4, flags, &dir).ok();
+        train_golden(name, 1, "--resume saved/step-00000010 --export-hf export", &dir).ok();
+        let logits = logits(&dir.join("export"), &ids[..4 * 32]);
+        let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
+        fs::write(dir.join("logits"), bytes).unwrap();
+        compared.extend([dir.join("export"), tokens.clone(), dir.join("logits")]);
+    }
+    let printed = script("interop/logits.py", &compared);
+    println!("{printed}");
+    assert_eq!(printed.matches("ok  ").count(), 3, "{printed}");
+}
+
+/// Returns the logits of a model in a directory for four sequences.
+fn logits(directory: &Path, ids: &[u32]) -> Vec<f32> {
+    let (world, mut config) = (World::single().unwrap(), ModelConfig::from_dir(directory).unwrap());
+    let weights = Weights::open(directory, &mut config, Head::Vocabulary).unwrap().unwrap();
+    let vars = ShardedVarMap::of_world(&world).unwrap();
+    vars.init_with(weights.initializer()).unwrap();
+    let (checkpoints, dropout) = (CheckpointPolicy::none(), Dropout::default());
+    let options = ModelOptions { dtype: DType::F32, positions: 32, checkpoints, dropout, parallel: None };
+    let model = build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
+    let ids = Tensor::new(ids, &Device::Cpu).unwrap().reshape((4, ())).unwrap();
+    let logits = model.call_with(ids, |model, ids| model.forward(&ids)).unwrap();
+    logits.flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// PEFT loads exported adapters, and `train` loads PEFT's. Both have the same loss on the same data.

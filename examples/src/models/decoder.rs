@@ -1,22 +1,23 @@
-//! Decoders of the Llama, Mistral, Qwen, Gemma, Phi and Mixtral families, with the parameter names of Hugging Face's
+//! Decoders of the Llama, Mistral, Qwen, Gemma, Phi, Mixtral and DeepSeek families, with the parameter names of Hugging Face's
 //! `LlamaForCausalLM`.
 //!
 //! Shapes: batch B, time T, width C of the residual stream, H heads of width D.
 
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
-use fsdp_candle::nn::{
-    self, AttentionOptions, CrossEntropyOptions, Documents, Embedding, Linear, RmsNorm, Rotary, RotaryOptions, SwiGlu,
-};
+use fsdp_candle::nn::{self, CrossEntropyOptions, Documents, Embedding, Linear};
 use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, fully_shard};
 
-use crate::models::config::decoder::Norms;
-use crate::models::config::rope::Rope;
-use crate::models::config::{Activation, DecoderConfig};
+use crate::models::attention::Attention;
+use crate::models::config::DecoderConfig;
 use crate::models::experts::Experts;
 use crate::models::heads::{Head, Output};
-use crate::models::layers::{Layer, ModelDropout, activate, linear};
+use crate::models::latent_attention::LatentAttention;
+use crate::models::layers::{Layer, ModelDropout, linear};
+use crate::models::mlp::Mlp;
+use crate::models::norm::Norm;
 use crate::models::parallel::TensorParallel;
+use crate::models::rotary::RotaryTables;
 use crate::models::rows::Rows;
 
 /// Calls a block, whether or not it is an FSDP unit.
@@ -230,13 +231,27 @@ impl<B: CallBlock> Decoder<B> {
 /// A block: attention, then an MLP or experts, each after a norm and added to the residual stream.
 pub struct Block {
     input_norm: Norm,
-    attention: Attention,
+    attention: SelfAttention,
     /// Norm after attention, in some families.
     attention_norm: Option<Norm>,
     mlp_norm: Norm,
     mlp: Feed,
     /// Norm after the MLP, in some families.
     output_norm: Option<Norm>,
+}
+
+enum SelfAttention {
+    Usual(Attention),
+    Latent(LatentAttention),
+}
+
+impl SelfAttention {
+    fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+        match self {
+            SelfAttention::Usual(attention) => attention.forward(x_btc, documents),
+            SelfAttention::Latent(attention) => attention.forward(x_btc, documents),
+        }
+    }
 }
 
 enum Feed {
@@ -258,14 +273,21 @@ impl Block {
         let post_norm = |name: &str| config.norms.post.then(|| norm(name)).transpose();
         // This name means the norm after attention in Gemma, and the norm before the MLP in other families.
         let (after, before) = ("post_attention_layernorm", "pre_feedforward_layernorm");
+        let own = vb.pp("self_attn");
+        let attention = match config.latent {
+            None => SelfAttention::Usual(Attention::new(config, layer, rotary, drops, own)?),
+            Some(sizes) => {
+                SelfAttention::Latent(LatentAttention::new(config, sizes, layer, rotary, drops, parallel, own)?)
+            }
+        };
         Ok(Block {
             input_norm: norm("input_layernorm")?,
-            attention: Attention::new(config, layer, rotary, drops, vb.pp("self_attn"))?,
+            attention,
             attention_norm: post_norm(after)?,
             mlp_norm: norm(if config.norms.post { before } else { after })?,
             mlp: match config.experts(layer) {
                 Some(experts) => Feed::Experts(Experts::new(config, experts, parallel, vb.pp(experts.names.module))?),
-                None => Feed::Mlp(Mlp::new(config, vb.pp("mlp"))?),
+                None => Feed::Mlp(Mlp::new(config, config.inner, vb.pp("mlp"))?),
             },
             output_norm: post_norm("post_feedforward_layernorm")?,
         })
@@ -285,211 +307,5 @@ impl Block {
             Feed::Experts(experts) => experts.forward(&normed, rows)?,
         };
         Ok((nn::add(&x_btc, &post_norm(&self.output_norm, mlp)?)?, load))
-    }
-}
-
-pub(super) struct Attention {
-    qkv: QkvProjection,
-    head_norms: Option<[Norm; 2]>,
-    output: Linear,
-    rotary: RotaryEmbedding,
-    options: AttentionOptions,
-    head_dim: usize,
-    drops: ModelDropout,
-}
-
-/// Projections to queries, keys and values.
-enum QkvProjection {
-    Separate([Linear; 3]),
-    /// One projection, with the widths of queries and of keys.
-    Fused(Linear, [usize; 2]),
-}
-
-impl Attention {
-    pub(super) fn new(
-        config: &DecoderConfig,
-        layer: usize,
-        rotary: &RotaryTables,
-        drops: &ModelDropout,
-        vb: VarBuilder,
-    ) -> Result<Self> {
-        let (width, head_dim) = (config.width, config.head_dim);
-        let (q_width, kv_width) = (config.heads * head_dim, config.kv_heads * head_dim);
-        let projection = |name: &str, outputs: usize| {
-            linear(width, outputs, config.biases.qkv, config.initializer_range, vb.pp(name))
-        };
-        let qkv = match config.fused {
-            true => QkvProjection::Fused(projection("qkv_proj", q_width + 2 * kv_width)?, [q_width, kv_width]),
-            false => QkvProjection::Separate([
-                projection("q_proj", q_width)?,
-                projection("k_proj", kv_width)?,
-                projection("v_proj", kv_width)?,
-            ]),
-        };
-        let head_norm = |name: &str| Norm::new(head_dim, config.norms, vb.pp(name));
-        let head_norms = match config.norms.heads {
-            true => Some([head_norm("q_norm")?, head_norm("k_norm")?]),
-            false => None,
-        };
-        Ok(Attention {
-            qkv,
-            head_norms,
-            output: linear(q_width, width, config.biases.output, config.initializer_range, vb.pp("o_proj"))?,
-            rotary: rotary.of(config.is_local(layer)).clone(),
-            options: config.attention(layer),
-            head_dim,
-            drops: drops.clone(),
-        })
-    }
-
-    pub(super) fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
-        // Heads stay merged, [B, T, H * D], as the fused operations expect. No transpose is needed.
-        let (mut q, mut k, v) = match &self.qkv {
-            QkvProjection::Separate([q, k, v]) => (q.forward(x_btc)?, k.forward(x_btc)?, v.forward(x_btc)?),
-            QkvProjection::Fused(qkv, [q, kv]) => {
-                let qkv = qkv.forward(x_btc)?;
-                (qkv.narrow(2, 0, *q)?, qkv.narrow(2, *q, *kv)?, qkv.narrow(2, q + kv, *kv)?)
-            }
-        };
-        // A tensor-parallel rank has a part of the heads.
-        let (heads, kv_heads) = (q.dim(2)? / self.head_dim, k.dim(2)? / self.head_dim);
-        if let Some([of_q, of_k]) = &self.head_norms {
-            let (batch, steps, _) = q.dims3()?;
-            q = of_q.forward(&q.reshape((batch, steps, heads, self.head_dim))?)?;
-            k = of_k.forward(&k.reshape((batch, steps, kv_heads, self.head_dim))?)?;
-        }
-        let (q, k) = (self.rotary.apply(&q, documents)?, self.rotary.apply(&k, documents)?);
-        self.output.forward(&self.drops.attention(&self.options, |options| match documents {
-            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, options, documents),
-            None => nn::attention(&q, &k, &v, heads, kv_heads, options),
-        })?)
-    }
-}
-
-enum Mlp {
-    SwiGlu(SwiGlu),
-    Gated {
-        gate: Linear,
-        up: Linear,
-        down: Linear,
-        activation: Activation,
-    },
-    /// Gate and up are one projection, in this order, with the width of each.
-    Fused {
-        gate_up: Linear,
-        inner: usize,
-        down: Linear,
-        activation: Activation,
-    },
-}
-
-impl Mlp {
-    fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
-        let make = |name: &str, inputs, outputs| {
-            linear(inputs, outputs, config.biases.mlp, config.initializer_range, vb.pp(name))
-        };
-        let (width, inner, activation) = (config.width, config.inner, config.activation);
-        if config.fused {
-            let (gate_up, down) = (make("gate_up_proj", width, 2 * inner)?, make("down_proj", inner, width)?);
-            return Ok(Mlp::Fused { gate_up, inner, down, activation });
-        }
-        let (gate, up) = (make("gate_proj", width, inner)?, make("up_proj", width, inner)?);
-        let down = make("down_proj", inner, width)?;
-        Ok(match activation {
-            Activation::Silu => Mlp::SwiGlu(SwiGlu::new(gate, up, down)),
-            _ => Mlp::Gated { gate, up, down, activation },
-        })
-    }
-}
-
-impl Module for Mlp {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (gate, up, down, activation) = match self {
-            Mlp::SwiGlu(mlp) => return mlp.forward(x),
-            Mlp::Gated { gate, up, down, activation } => (gate.forward(x)?, up.forward(x)?, down, *activation),
-            Mlp::Fused { gate_up, inner, down, activation } => {
-                let both = gate_up.forward(x)?;
-                let last = both.rank() - 1;
-                (both.narrow(last, 0, *inner)?, both.narrow(last, *inner, *inner)?, down, *activation)
-            }
-        };
-        down.forward(&match activation {
-            Activation::Silu => nn::silu_mul(&gate, &up)?,
-            other => (activate(other, &gate)? * up)?,
-        })
-    }
-}
-
-/// A rotary embedding.
-#[derive(Clone)]
-pub(super) struct RotaryEmbedding(Rotary);
-
-impl RotaryEmbedding {
-    pub(super) fn new(rope: &Rope, head_dim: usize, positions: usize, device: &Device) -> Result<Self> {
-        let (frequencies, factor, long) = rope.frequencies();
-        let options = RotaryOptions { head_dim: Some(head_dim), factor };
-        let tables = |frequencies: &[f32]| Rotary::with_options(frequencies, options, positions, device);
-        let usual = tables(&frequencies)?;
-        Ok(RotaryEmbedding(match long {
-            Some((above, frequencies)) => usual.with_long(above, &tables(&frequencies)?)?,
-            None => usual,
-        }))
-    }
-
-    /// Rotates the heads of `x`, `[B, T, H * D]` or `[B, T, H, D]`. Positions restart in each document.
-    pub(super) fn apply(&self, x: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
-        match documents {
-            Some(documents) => self.0.apply_in_documents(x, documents),
-            None => self.0.apply(x, 0),
-        }
-    }
-}
-
-/// Rotary embeddings of all layers.
-pub struct RotaryTables {
-    full: RotaryEmbedding,
-    local: Option<RotaryEmbedding>,
-}
-
-impl RotaryTables {
-    /// Creates tables for heads of `head_dim` elements and `positions` positions. `local` is for sliding-window layers.
-    pub fn new(full: &Rope, local: Option<&Rope>, head_dim: usize, positions: usize, device: &Device) -> Result<Self> {
-        let of = |rope| RotaryEmbedding::new(rope, head_dim, positions, device);
-        Ok(RotaryTables { full: of(full)?, local: local.map(of).transpose()? })
-    }
-
-    pub(super) fn of(&self, local: bool) -> &RotaryEmbedding {
-        self.local.as_ref().filter(|_| local).unwrap_or(&self.full)
-    }
-}
-
-/// A norm over the last dimension.
-pub(super) enum Norm {
-    /// RMSNorm, as in Llama.
-    Plain(RmsNorm),
-    /// RMSNorm with `1 + weight`, computed in f32, as in Gemma.
-    OnePlusWeight { weight: Tensor, eps: f64 },
-}
-
-impl Norm {
-    pub(super) fn new(width: usize, norms: Norms, vb: VarBuilder) -> Result<Self> {
-        let start = if norms.one_plus_weight { 0. } else { 1. };
-        let weight = vb.get_with_hints(width, "weight", Init::Const(start))?;
-        Ok(match norms.one_plus_weight {
-            true => Norm::OnePlusWeight { weight, eps: norms.eps },
-            false => Norm::Plain(RmsNorm::new(weight, norms.eps)),
-        })
-    }
-}
-
-impl Module for Norm {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        match self {
-            Norm::Plain(norm) => norm.forward(x),
-            Norm::OnePlusWeight { weight, eps } => {
-                let weight = (weight.to_dtype(DType::F32)? + 1.)?;
-                RmsNorm::new(weight, *eps).forward(&x.to_dtype(DType::F32)?)?.to_dtype(x.dtype())
-            }
-        }
     }
 }

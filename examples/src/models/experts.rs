@@ -1,25 +1,26 @@
-//! Mixture of experts (Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021, arXiv:2101.03961), as in Mixtral and
-//! Qwen 3.
+//! Mixture of experts (Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021, arXiv:2101.03961), as in Mixtral,
+//! Qwen 3 and DeepSeek.
 //!
 //! Shapes: N tokens, width C of the residual stream, E experts, K experts per token.
 
-use candle_core::{D, DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use candle_nn::ops::softmax;
-use fsdp_candle::nn::{Linear, SwiGlu, choose_experts, mixture_of_experts};
+use fsdp_candle::nn::{self, SwiGlu, mixture_of_experts};
 use fsdp_candle::upload;
 
 use crate::models::config::DecoderConfig;
-use crate::models::config::decoder::ExpertsConfig;
+use crate::models::config::experts::ExpertsConfig;
 use crate::models::layers::linear;
+use crate::models::mlp::Mlp;
 use crate::models::parallel::TensorParallel;
+use crate::models::router::{Choice, Router};
 use crate::models::rows::Rows;
 
 pub(super) struct Experts {
-    router: Linear,
+    router: Router,
     experts: Vec<SwiGlu>,
-    per_token: usize,
-    renormalized: bool,
+    /// The MLP that all tokens use.
+    shared: Option<Mlp>,
     counts: bool,
     parallel: Option<TensorParallel>,
 }
@@ -31,7 +32,6 @@ impl Experts {
         parallel: Option<&TensorParallel>,
         vb: VarBuilder,
     ) -> Result<Self> {
-        let router = linear(config.width, experts.count, false, config.initializer_range, vb.pp("gate"))?;
         let (width, inner, stdev) = (config.width, experts.inner, config.initializer_range);
         let expert = |i| {
             let vb = vb.pp(format!("experts.{i}"));
@@ -40,10 +40,9 @@ impl Experts {
             Ok(SwiGlu::new(make(gate, width, inner)?, make(up, width, inner)?, make(down, inner, width)?))
         };
         Ok(Experts {
-            router,
+            router: Router::new(config, experts, vb.pp("gate"))?,
             experts: (0..experts.count).map(expert).collect::<Result<_>>()?,
-            per_token: experts.per_token,
-            renormalized: experts.renormalized,
+            shared: experts.shared.map(|inner| Mlp::new(config, inner, vb.pp("shared_experts"))).transpose()?,
             counts: experts.auxiliary.is_some(),
             parallel: parallel.cloned(),
         })
@@ -52,26 +51,30 @@ impl Experts {
     /// Returns the output `[B, T, C]`, and for the auxiliary loss `[2, E]`: tokens and summed probability of each
     /// expert, without padding.
     pub(super) fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
-        let Some(parallel) = &self.parallel else { return self.forward_whole(x_btc, rows) };
-        // With split sequences, all ranks choose for the whole sequence.
-        let (y_btc, load) = self.forward_whole(&parallel.whole_sequence(x_btc)?, rows)?;
-        Ok((parallel.own_sequence(&y_btc)?, load))
+        let (y_btc, load) = match &self.parallel {
+            None => self.chosen(x_btc, rows)?,
+            Some(parallel) => {
+                // With split sequences, all ranks choose for the whole sequence.
+                let (y_btc, load) = self.chosen(&parallel.whole_sequence(x_btc)?, rows)?;
+                (parallel.own_sequence(&y_btc)?, load)
+            }
+        };
+        match &self.shared {
+            Some(shared) => Ok((nn::add(&y_btc, &shared.forward(x_btc)?)?, load)),
+            None => Ok((y_btc, load)),
+        }
     }
 
-    fn forward_whole(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+    /// Returns the output of the chosen experts, and the load.
+    fn chosen(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let (batch, steps, width) = x_btc.dims3()?;
         let x_nc = x_btc.reshape((batch * steps, width))?;
-        let probabilities_ne = softmax(&self.router.forward(&x_nc)?.to_dtype(DType::F32)?, D::Minus1)?;
-        let chosen_nk = choose_experts(&probabilities_ne, self.per_token)?;
-        let mut weights_nk = probabilities_ne.gather(&chosen_nk, 1)?;
-        if self.renormalized {
-            weights_nk = weights_nk.broadcast_div(&weights_nk.sum_keepdim(1)?)?;
-        }
+        let Choice { scores_ne, chosen_nk, weights_nk } = self.router.choose(&x_nc)?;
         let y_nc = mixture_of_experts(&x_nc, &self.experts, &chosen_nk, &weights_nk)?;
         let y = y_nc.reshape((batch, steps, width))?;
 
         let load = match self.counts {
-            true => Some(load(&chosen_nk, &probabilities_ne, is_data(rows, steps)?.as_deref())?),
+            true => Some(load(&chosen_nk, &scores_ne, is_data(rows, steps)?.as_deref())?),
             false => None,
         };
         Ok((y, load))

@@ -12,7 +12,7 @@ use candle_nn::VarBuilder;
 pub use compute::Compute;
 use config::DecoderConfig;
 pub use config::{Dropout, ModelConfig};
-use decoder::{Decoder, RotaryTables};
+use decoder::Decoder;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
 pub use heads::{Head, Pooling};
@@ -26,11 +26,13 @@ pub use parallel::TensorParallel;
 pub use parameter_names::is_block_matrix;
 pub use parameter_names::{Lora, Targets};
 pub use preference::{PairLogProbs, PairLoss};
+use rotary::RotaryTables;
 pub use rows::Rows;
 pub use size::{ModelSize, UnitSize};
 pub use weights::Weights;
 pub use weights::fingerprint;
 
+mod attention;
 mod base;
 pub mod bert;
 mod compute;
@@ -40,10 +42,15 @@ mod experts;
 pub mod gpt2;
 mod heads;
 mod language_model;
+mod latent_attention;
 pub mod layers;
+mod mlp;
+mod norm;
 pub mod parallel;
 mod parameter_names;
 mod preference;
+pub mod rotary;
+mod router;
 mod rows;
 mod size;
 #[cfg(test)]
@@ -103,7 +110,7 @@ pub fn build_with_head(
         ModelConfig::Decoder(config) => {
             // Split sequences may be padded.
             let positions = parallel.map_or(options.positions, |parallel| parallel.padded(options.positions));
-            let head_dim = config.head_dim;
+            let head_dim = config.rotary_dim();
             let rotary = RotaryTables::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
             let block = |i, vb| decoder::Block::new(config, i, &rotary, &drops, parallel, vb);
             let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
@@ -169,7 +176,7 @@ pub fn build_by_name(
         bail!("tensor parallelism does not support units by name: wrap the blocks instead");
     }
     let vb = vars.builder(options.dtype);
-    let (positions, head_dim) = (options.positions, config.head_dim);
+    let (positions, head_dim) = (options.positions, config.rotary_dim());
     let rotary = RotaryTables::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
     let drops = ModelDropout::new(options.dropout, None);
     let model = shard(&opts, &["model.layers.*"], vb, |vb| {

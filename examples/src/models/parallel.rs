@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail, ensure};
 use candle_core::{D, Result, Tensor};
-use fsdp_candle::collectives::{Consumers, all_gather, split};
+use fsdp_candle::collectives::{Consumers, all_gather, copy, split};
 use fsdp_candle::{
     ActivationLayout, AttentionExchange, ColwiseParallel, ExpertParallel, ParallelPlan, RowwiseParallel,
     SequenceParallel, ShardedVarMap, VocabParallel, parallelize,
@@ -12,7 +12,8 @@ use fsdp_candle::{
 use fsdp_ckpt::hf::ExpertNames;
 use fsdp_core::{DeviceMesh, ProcessGroup};
 
-use crate::models::config::decoder::ExpertsConfig;
+use crate::models::config::experts::ExpertsConfig;
+use crate::models::config::latent::LatentConfig;
 use crate::models::config::{DecoderConfig, ModelConfig};
 use crate::ranks::sequence_multiple;
 
@@ -67,6 +68,15 @@ impl TensorParallel {
         }
     }
 
+    /// Returns a tensor `[B, T, ..]` of the residual stream for computations of this rank's heads: `[B, T / N, ..]` is
+    /// gathered along time.
+    pub(super) fn for_own_heads(&self, x: &Tensor) -> Result<Tensor> {
+        match self.0.sequence {
+            true => all_gather(x, 1, &self.0.group, Consumers::Differ),
+            false => copy(x, &self.0.group),
+        }
+    }
+
     /// Gathers the logits `[.., V]` from the parts of the vocabulary.
     pub(super) fn whole_vocabulary(&self, logits: &Tensor) -> Result<Tensor> {
         all_gather(logits, D::Minus1, &self.0.group, Consumers::Same)
@@ -84,10 +94,12 @@ fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
     let column = ColwiseParallel { input_layout: between, ..ColwiseParallel::default() };
     let row = RowwiseParallel { output_layout: between, ..RowwiseParallel::default() };
     let table = VocabParallel { output_layout: between, tied_head: column, ..VocabParallel::default() };
-    let mut plan = ParallelPlan::new()
-        .module("model.embed_tokens", table)
-        .module("model.layers.*.self_attn.[qkv]_proj", column)
-        .module("model.layers.*.self_attn.o_proj", row);
+    let mut plan =
+        ParallelPlan::new().module("model.embed_tokens", table).module("model.layers.*.self_attn.o_proj", row);
+    plan = match config.latent {
+        None => plan.module("model.layers.*.self_attn.[qkv]_proj", column),
+        Some(latent) => latent_plan(plan, &latent, column, sequence),
+    };
     if !config.tied {
         plan = plan.module("lm_head", column);
     }
@@ -104,12 +116,32 @@ fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
         plan = plan.module("model.layers.*.mlp.gate_proj", column).module("model.layers.*.mlp.up_proj", column);
         plan = plan.module("model.layers.*.mlp.down_proj", row);
     }
+    if experts.is_some_and(|experts| experts.shared.is_some()) {
+        let of = |layer: &str| format!("model.layers.*.mlp.shared_experts.{layer}");
+        plan = plan.module(of("gate_proj"), column).module(of("up_proj"), column).module(of("down_proj"), row);
+    }
     if let Some(experts) = experts {
         // Experts see their tokens from the whole sequence.
         let ExpertNames { module: name, projections: [gate, up, down] } = experts.names;
         let of = |layer: &str| format!("model.layers.*.{name}.experts.*.{layer}");
         plan = plan.module(of(gate), ColwiseParallel::default()).module(of(up), ColwiseParallel::default());
         plan = plan.module(of(down), RowwiseParallel::default());
+    }
+    plan
+}
+
+/// Adds latent attention: all ranks compute the latent tensors, of their part of the sequence if it is split, and each its
+/// own heads.
+fn latent_plan(plan: ParallelPlan, latent: &LatentConfig, column: ColwiseParallel, sequence: bool) -> ParallelPlan {
+    let of = |layer: &str| format!("model.layers.*.self_attn.{layer}");
+    let mut plan = plan.module(of("kv_b_proj"), column);
+    plan = plan.module(of(if latent.query_rank.is_some() { "q_b_proj" } else { "q_proj" }), column);
+    if sequence {
+        // Each rank has a term of their gradients.
+        plan = plan.module(of("kv_a_*"), SequenceParallel::default());
+        if latent.query_rank.is_some() {
+            plan = plan.module(of("q_a_*"), SequenceParallel::default());
+        }
     }
     plan
 }

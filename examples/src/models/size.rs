@@ -2,6 +2,7 @@
 
 use fsdp_ckpt::hf::ExpertNames;
 
+use crate::models::config::latent::LatentConfig;
 use crate::models::config::{BertConfig, DecoderConfig, Gpt2Config, ModelConfig};
 use crate::models::heads::Head;
 use crate::models::parameter_names::Lora;
@@ -142,14 +143,16 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
     let biases = config.biases;
     let block = move |layer: usize| {
         let mut block = Module::new(format!("model.layers.{layer}."), lora);
-        if config.fused {
+        if let Some(latent) = &config.latent {
+            latent_attention(&mut block, config, latent);
+        } else if config.fused {
             block.linear("self_attn.qkv_proj", width, queries + 2. * keys, biases.qkv);
         } else {
             for (name, outputs) in [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)] {
                 block.linear(&format!("self_attn.{name}"), width, outputs, biases.qkv);
             }
         }
-        block.linear("self_attn.o_proj", queries, width, biases.output);
+        block.linear("self_attn.o_proj", config.heads as f64 * config.value_dim() as f64, width, biases.output);
         for _ in 0..if config.norms.post { 4 } else { 2 } {
             block.norm(width);
         }
@@ -160,7 +163,17 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
         if let Some(experts) = config.experts(layer) {
             let ExpertNames { module: name, projections: [gate, up, down] } = experts.names;
             let inner = experts.inner as f64;
-            block.linear(&format!("{name}.gate"), width, experts.count as f64, false);
+            let count = experts.count as f64;
+            match experts.router.in_f32 {
+                true => {
+                    block.part.matrix(count, width);
+                    block.part.products += count * width;
+                }
+                false => block.linear(&format!("{name}.gate"), width, count, false),
+            }
+            if let Some(shared) = experts.shared {
+                mlp(&mut block, "mlp.shared_experts.", [width, shared as f64], biases.mlp);
+            }
             block.seen = experts.per_token as f64 / experts.count as f64;
             for expert in 0..experts.count {
                 block.linear(&format!("{name}.experts.{expert}.{gate}"), width, inner, false);
@@ -170,11 +183,10 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
         } else {
             if config.fused {
                 block.linear("mlp.gate_up_proj", width, 2. * inner, biases.mlp);
+                block.linear("mlp.down_proj", inner, width, biases.mlp);
             } else {
-                block.linear("mlp.gate_proj", width, inner, biases.mlp);
-                block.linear("mlp.up_proj", width, inner, biases.mlp);
+                mlp(&mut block, "mlp.", [width, inner], biases.mlp);
             }
-            block.linear("mlp.down_proj", inner, width, biases.mlp);
         }
         block.part
     };
@@ -192,6 +204,33 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
     let rotary = ropes.into_iter().flatten().map(|rope| 2. * rope.width as f64 * rope.tables()).sum();
     let embedding = if config.tied { 0. } else { vocabulary * width };
     Parts { layers: config.layers, block: Box::new(block), outside: root.part, embedding, widest, rotary }
+}
+
+/// Adds the projections of latent attention, without that of the output.
+fn latent_attention(block: &mut Module, config: &DecoderConfig, latent: &LatentConfig) {
+    let bias = config.biases.qkv;
+    let [width, heads, rank, plain, rotated, value] =
+        [config.width, config.heads, latent.rank, latent.plain, latent.rotated, latent.value].map(|n| n as f64);
+    let queries = heads * (plain + rotated);
+    match latent.query_rank {
+        None => block.linear("self_attn.q_proj", width, queries, false),
+        Some(rank) => {
+            block.linear("self_attn.q_a_proj", width, rank as f64, bias);
+            block.norm(rank as f64);
+            block.linear("self_attn.q_b_proj", rank as f64, queries, false);
+        }
+    }
+    block.linear("self_attn.kv_a_proj_with_mqa", width, rank + rotated, bias);
+    block.norm(rank);
+    block.linear("self_attn.kv_b_proj", rank, heads * (plain + value), false);
+}
+
+/// Adds an MLP with three projections, whose names start with `prefix`.
+fn mlp(block: &mut Module, prefix: &str, [width, inner]: [f64; 2], bias: bool) {
+    for name in ["gate_proj", "up_proj"] {
+        block.linear(&format!("{prefix}{name}"), width, inner, bias);
+    }
+    block.linear(&format!("{prefix}down_proj"), inner, width, bias);
 }
 
 fn gpt2<'a>(config: &'a Gpt2Config, lora: Option<&'a Lora>) -> Parts<'a> {

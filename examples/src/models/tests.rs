@@ -95,6 +95,11 @@ fn packed_documents_learn_like_separate_ones() {
         )
     };
     let experts = ", \"num_local_experts\": 3, \"num_experts_per_tok\": 2";
+    let deepseek_v3 = r#"{"model_type": "deepseek_v3", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 5, "kv_lora_rank": 6, "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 4, "v_head_dim": 5, "first_k_dense_replace": 1, "n_routed_experts": 6, "n_group": 3,
+        "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 5, "vocab_size": 11,
+        "initializer_range": 0.5}"#;
     // The long factors apply to documents of more than four tokens.
     let long = r#", "pad_token_id": null, "max_position_embeddings": 16, "original_max_position_embeddings": 4,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 4.0]}"#;
@@ -116,6 +121,7 @@ fn packed_documents_learn_like_separate_ones() {
         (of("gemma2", ", \"sliding_window\": 2, \"query_pre_attn_scalar\": 6"), &usual),
         (of("mixtral", experts), &usual),
         (of("phi3", long), &usual),
+        (deepseek_v3.to_owned(), &usual),
     ] {
         for again in [false, true] {
             let (vars, model) = model(&config, again);
@@ -216,6 +222,14 @@ fn sizes_match_the_built_model() {
     let mut texts = vec![(gpt2, ""), (gpt2, inner), (llama, ""), (llama, biases), (llama, tied)];
     texts.extend(families.iter().map(|text| (text.as_str(), experts)));
     texts.extend([(bert, ""), (bert, ", \"type_vocab_size\": 3")]);
+    let latent = r#"{"hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "kv_lora_rank": 6, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5,
+        "first_k_dense_replace": 1, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 5, "vocab_size": 11, "attention_bias": true"#;
+    let q_rank =
+        [r#", "model_type": "deepseek_v3", "q_lora_rank": 5"#, r#", "model_type": "deepseek_v3", "q_lora_rank": null"#];
+    let of_v2 = r#", "model_type": "deepseek_v2", "q_lora_rank": 5, "mlp_bias": true, "n_shared_experts": 3"#;
+    texts.extend(q_rank.into_iter().chain([of_v2]).map(|more| (latent, more)));
     texts.extend([(families[7].as_str(), dense.as_str()), (families[5].as_str(), tied)]);
     for text in texts {
         for patterns in [&[][..], &["q_proj", "c_attn", "qkv_proj"], &["all-linear"], &["*.1.**", "lm_head"]] {

@@ -12,7 +12,7 @@ use fsdp_ckpt::{TensorSource, open_weights};
 use fsdp_core::layout::Region;
 
 use crate::models::config::ModelConfig;
-use crate::models::config::decoder::ExpertsConfig;
+use crate::models::config::experts::ExpertsConfig;
 use crate::models::heads::Head;
 
 /// Maximal number of elements per row in a fingerprint.
@@ -129,7 +129,15 @@ impl Weights {
             let (path, names) = (source.path().display(), listed(outputs.iter()));
             warnings.push(format!("{path} has the output layers of another task, which are left out: {names}"));
         }
-        parts.retain(|name, _| !outputs.contains(name) && !is_ignored(name, config));
+        let further: Vec<String> = parts.keys().filter(|name| predicts_further(name, config)).cloned().collect();
+        if !further.is_empty() {
+            let (path, names) = (source.path().display(), listed(further.iter()));
+            warnings.push(format!(
+                "{path} has layers that predict further tokens, which are left out of training and exports: {names}"
+            ));
+        }
+        let left_out = |name: &String| outputs.contains(name) || further.contains(name) || is_ignored(name, config);
+        parts.retain(|name, _| !left_out(name));
         Ok(Weights { source: Arc::new(Renamed::new(source, parts)?), warnings })
     }
 
@@ -228,6 +236,12 @@ fn is_other_output(name: &str, config: &ModelConfig, head: Head) -> bool {
     };
     let starts = |starts: &[&str]| starts.iter().any(|start| name.starts_with(start));
     starts(&OUTPUTS) && !starts(own)
+}
+
+/// Returns whether a tensor is of a layer after the last one, which predicts further tokens.
+fn predicts_further(name: &str, config: &ModelConfig) -> bool {
+    let layer = || name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok();
+    matches!(config, ModelConfig::Decoder(config) if layer().is_some_and(|layer| config.is_prediction_layer(layer)))
 }
 
 /// Returns whether transformers knowingly ignores a tensor: a buffer that old versions saved.

@@ -115,9 +115,9 @@ impl Asked<'_> {
     }
 
     /// Returns whether it is a buffer. PyTorch registers tensors of these names as buffers, and Candle's `BatchNorm`
-    /// asks its builder for them.
+    /// asks its builder for the first two. The last one is the bias by which routers such as DeepSeek-V3's choose experts.
     pub(super) fn is_buffer(&self) -> bool {
-        matches!(self.name.rsplit('.').next(), Some("running_mean" | "running_var"))
+        matches!(self.name.rsplit('.').next(), Some("running_mean" | "running_var" | "e_score_correction_bias"))
     }
 
     /// Returns the tensor of a variable that was built under this name and is whole on every rank.

@@ -37,7 +37,8 @@ fn sample(run: &Run) -> &str {
 
 #[test]
 fn every_family_trains_as_on_one_rank() {
-    for name in ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"] {
+    let families = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"];
+    for name in families.into_iter().chain(["deepseek_v2", "deepseek_v3"]) {
         let name = format!("{name}_tiny");
         let dir = tempfile::tempdir().unwrap();
         divisible_model(&name, &EVEN, dir.path());

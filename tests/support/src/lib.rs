@@ -84,9 +84,11 @@ pub fn golden_flags_of(name: &str, steps: usize) -> Vec<String> {
     flags
 }
 
-/// Returns the `--flag value` pairs without the flags in `given`. `--sft` also removes `--data`.
+/// Returns the `--flag value` pairs without the flags in `given`. `--sft` and `--dpo` also remove `--data`.
 pub fn not_given(pairs: &[String], given: &[&str]) -> Vec<String> {
-    let is_given = |flag: &str| given.contains(&flag) || flag == "--data" && given.contains(&"--sft");
+    let is_given = |flag: &str| {
+        given.contains(&flag) || flag == "--data" && ["--sft", "--dpo"].iter().any(|own| given.contains(own))
+    };
     pairs.chunks(2).filter(|pair| !is_given(&pair[0])).flatten().cloned().collect()
 }
 

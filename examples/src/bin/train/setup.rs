@@ -132,7 +132,9 @@ impl Setup {
         };
         let model = build(args, &config, &vars, options.clone(), ranks, head)?;
         if let Some(weights) = &weights {
-            weights.check_all_used(vars.params().iter().map(|param| param.name()))?;
+            let (params, buffers) = (vars.params(), vars.buffers());
+            let names = params.iter().map(|param| param.name());
+            weights.check_all_used(names.chain(buffers.iter().map(|(name, _)| name.as_str())))?;
         }
         if let Some(adapters) = &adapters {
             adapters.check(args, &vars)?;

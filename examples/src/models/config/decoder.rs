@@ -1,12 +1,13 @@
 //! Configuration of decoders: the options in which the families differ, read from `config.json`.
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{bail, ensure};
 use fsdp_candle::nn::AttentionOptions;
-use fsdp_ckpt::hf::ExpertNames;
 use serde::{Serialize, Serializer};
 
+use crate::models::config::experts::ExpertsConfig;
 use crate::models::config::families::{BiasKeys, CapKeys, Family, WindowKeys, WindowLayers};
 use crate::models::config::fields::{Fields, RopeParameters};
+use crate::models::config::latent::{LatentConfig, score_factor};
 use crate::models::config::rope::{Defaults, Rope};
 use crate::models::config::{Activation, above_zero, at_least_one, below_one, not_negative, padding_row};
 
@@ -24,8 +25,10 @@ pub struct DecoderConfig {
     pub heads: usize,
     /// Key and value heads.
     pub kv_heads: usize,
-    /// Width of a head.
+    /// Width of a head of queries and keys.
     pub head_dim: usize,
+    /// Latent attention, if queries, keys and values are not products with the residual stream alone.
+    pub latent: Option<LatentConfig>,
     /// Number of token ids.
     pub vocabulary: usize,
     /// Row of the embedding that lookups do not train.
@@ -58,6 +61,7 @@ pub struct DecoderConfig {
     pub attention_dropout: f64,
     attention: AttentionOptions,
     windows: Windows,
+    prediction_layers: usize,
 }
 
 /// Serialises the fields of `config.json`.
@@ -123,7 +127,8 @@ impl DecoderConfig {
             None => family.kv_heads.unwrap_or(heads),
         };
         let positions = fields.max_position_embeddings.unwrap_or(family.positions);
-        let own_head_dim = fields.head_dim.or(family.head_dim);
+        let latent = family.latent.map(|keys| LatentConfig::new(keys, &fields, kv_heads)).transpose()?;
+        let own_head_dim = latent.map(|latent| latent.head_dim()).or(fields.head_dim).or(family.head_dim);
         let head_dim = own_head_dim.unwrap_or(fields.hidden_size / heads.max(1));
         let norms = Norms {
             eps: fields.rms_norm_eps.unwrap_or(family.eps),
@@ -151,11 +156,12 @@ impl DecoderConfig {
             "hidden_size = {} must be a multiple of num_attention_heads = {heads}, or head_dim be given",
             fields.hidden_size
         );
-        ensure!(head_dim > 0 && head_dim.is_multiple_of(2), "head_dim = {head_dim} must be even and at least 2");
+        let rotated = latent.map_or(head_dim, |latent| latent.rotated);
+        ensure!(rotated > 0 && rotated.is_multiple_of(2), "head_dim = {head_dim} must be even and at least 2");
         no_dropout(&fields)?;
         let attention_dropout = fields.attention_dropout.unwrap_or(0.);
         below_one(&[("attention_dropout", attention_dropout)])?;
-        let (rope, local_rope) = ropes(family, &fields, head_dim, positions)?;
+        let (rope, local_rope) = ropes(family, &fields, rotated, positions)?;
         let (softcap, logit_softcap) = softcaps(family, &fields)?;
         let (window, windows) = windows(family, &fields)?;
         let width_of_scale = match fields.query_pre_attn_scalar.filter(|_| gemma) {
@@ -164,6 +170,8 @@ impl DecoderConfig {
             None => head_dim as f64,
         };
         above_zero(&[("query_pre_attn_scalar", width_of_scale)])?;
+        let factor = if latent.is_some() { score_factor(&own_rope(&fields))? } else { 1. };
+        let scale = factor / width_of_scale.sqrt();
         ensure!(
             !gemma || fields.use_bidirectional_attention != Some(true),
             "use_bidirectional_attention = true is not supported; expected false"
@@ -175,6 +183,7 @@ impl DecoderConfig {
             BiasKeys::AttentionAndMlp => (bias, bias, fields.mlp_bias.unwrap_or(false)),
             BiasKeys::AlwaysQkv => (true, false, false),
         };
+        let predicts = fields.num_mtp_layers.or(fields.num_nextn_predict_layers);
         let pad_token_id = fields.pad_token_id.unwrap_or(family.padding);
         Ok(DecoderConfig {
             width: fields.hidden_size,
@@ -183,6 +192,7 @@ impl DecoderConfig {
             heads,
             kv_heads,
             head_dim,
+            latent,
             vocabulary: fields.vocab_size,
             padding: padding_row(pad_token_id, fields.vocab_size)?,
             positions,
@@ -197,11 +207,27 @@ impl DecoderConfig {
             experts: ExpertsConfig::new(family, &fields)?,
             rope,
             local_rope,
-            attention: AttentionOptions { window, softcap, ..AttentionOptions::causal(1. / width_of_scale.sqrt()) },
+            attention: AttentionOptions { window, softcap, ..AttentionOptions::causal(scale) },
             windows,
             attention_dropout,
+            prediction_layers: if family.predicts_more { predicts.unwrap_or(1) } else { 0 },
             fields,
         })
+    }
+
+    /// Returns the elements of a head that the rotary tables are for.
+    pub fn rotary_dim(&self) -> usize {
+        self.latent.map_or(self.head_dim, |latent| latent.rotated)
+    }
+
+    /// Returns the elements of a head of the values.
+    pub fn value_dim(&self) -> usize {
+        self.latent.map_or(self.head_dim, |latent| latent.value)
+    }
+
+    /// Returns the layers after the last one that a file may have, which predict further tokens. They are left out.
+    pub fn is_prediction_layer(&self, layer: usize) -> bool {
+        (self.layers..self.layers.saturating_add(self.prediction_layers)).contains(&layer)
     }
 
     /// Returns the attention options of a layer.
@@ -232,11 +258,16 @@ fn no_dropout(fields: &Fields) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the rotary embedding, and that of sliding-window layers if it differs.
-fn ropes(family: &Family, fields: &Fields, head_dim: usize, positions: usize) -> anyhow::Result<(Rope, Option<Rope>)> {
+/// Returns the parameters of the rotary embedding in a file.
+fn own_rope(fields: &Fields) -> RopeParameters {
     // In transformers, the older name wins where a file has both, unless it is empty.
     let older = fields.rope_scaling.as_deref().filter(|older| **older != RopeParameters::default());
-    let own = older.or(fields.rope_parameters.as_deref()).cloned().unwrap_or_default();
+    older.or(fields.rope_parameters.as_deref()).cloned().unwrap_or_default()
+}
+
+/// Returns the rotary embedding, and that of sliding-window layers if it differs.
+fn ropes(family: &Family, fields: &Fields, head_dim: usize, positions: usize) -> anyhow::Result<(Rope, Option<Rope>)> {
+    let own = own_rope(fields);
     let theta = fields.rope_theta.unwrap_or(family.theta);
     let defaults = Defaults { fields, head_dim, positions, theta, is_phi3: family.is_phi3 };
     let apart = own.full_attention.is_some() || own.sliding_attention.is_some();
@@ -322,74 +353,4 @@ fn activation(gemma: bool, fields: &Fields) -> anyhow::Result<Activation> {
         false => ("hidden_act", fields.hidden_act.as_deref().unwrap_or("silu")),
     };
     Activation::parse(name, value)
-}
-
-/// Experts: MLPs of which each token uses some.
-#[derive(Clone, Debug)]
-pub struct ExpertsConfig {
-    /// Number of experts.
-    pub count: usize,
-    /// Experts per token.
-    pub per_token: usize,
-    /// Width inside an expert.
-    pub inner: usize,
-    /// Name of the width in `config.json`.
-    pub width_name: &'static str,
-    /// Whether the weights of the chosen experts are normalised to sum up to 1.
-    pub renormalized: bool,
-    /// Coefficient of the load-balancing loss, if any.
-    pub auxiliary: Option<f64>,
-    /// Names of the experts' parameters.
-    pub names: ExpertNames,
-    sparse_step: usize,
-    dense_layers: Vec<usize>,
-}
-
-impl ExpertsConfig {
-    pub(super) fn new(family: &Family, fields: &Fields) -> anyhow::Result<Option<Self>> {
-        let Some(keys) = family.experts else { return Ok(None) };
-        let (count, width_name) = ((keys.count)(fields), keys.width_name);
-        let inner = (keys.width)(fields).with_context(|| format!("missing field `{width_name}`"))?;
-        let renormalized = keys.renormalized.or(fields.norm_topk_prob).unwrap_or(false);
-        let per_token = fields.num_experts_per_tok.unwrap_or(keys.per_token);
-        let (sparse_step, mut dense_layers) = match keys.chooses_layers {
-            true => (fields.decoder_sparse_step.unwrap_or(1), fields.mlp_only_layers.clone().unwrap_or_default()),
-            false => (1, vec![]),
-        };
-        dense_layers.sort_unstable();
-        dense_layers.dedup();
-        at_least_one(&[
-            ("num_experts", count),
-            ("num_experts_per_tok", per_token),
-            (width_name, inner),
-            ("decoder_sparse_step", sparse_step),
-        ])?;
-        ensure!(per_token <= count, "num_experts_per_tok = {per_token} must be at most the {count} experts");
-        let noise = fields.router_jitter_noise.unwrap_or(0.);
-        ensure!(noise == 0., "router_jitter_noise = {noise} is not supported; expected 0");
-        let hidden_act = fields.hidden_act.as_deref().unwrap_or("silu");
-        ensure!(
-            activation(false, fields)? == Activation::Silu,
-            "hidden_act = \"{hidden_act}\" is not supported for experts; expected \"silu\""
-        );
-        let coefficient = fields.router_aux_loss_coef.unwrap_or(0.001);
-        not_negative(&[("router_aux_loss_coef", coefficient)])?;
-        let auxiliary = fields.output_router_logits.unwrap_or(false).then_some(coefficient);
-        Ok(Some(ExpertsConfig {
-            count,
-            per_token,
-            inner,
-            width_name,
-            renormalized,
-            auxiliary,
-            names: keys.names,
-            sparse_step,
-            dense_layers,
-        }))
-    }
-
-    /// Returns whether a layer has experts.
-    pub fn are_in(&self, layer: usize) -> bool {
-        (layer + 1).is_multiple_of(self.sparse_step) && self.dense_layers.binary_search(&layer).is_err()
-    }
 }

@@ -36,7 +36,17 @@ pub(super) struct Family {
     pub(super) caps: CapKeys,
     pub(super) window: WindowKeys,
     pub(super) layers: WindowLayers,
+    pub(super) latent: Option<LatentKeys>,
+    /// Whether files have `num_nextn_predict_layers` more layers, which predict further tokens.
+    pub(super) predicts_more: bool,
     pub(super) experts: Option<ExpertKeys>,
+}
+
+/// Keys of latent attention.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LatentKeys {
+    /// Whether `rope_interleave` chooses the pairs that are rotated. Else they are neighbours.
+    pub(super) chooses_pairs: bool,
 }
 
 /// Projections with biases, and the keys that add them.
@@ -93,16 +103,39 @@ pub(super) struct ExpertKeys {
     pub(super) names: ExpertNames,
     /// Returns the number of experts.
     pub(super) count: fn(&Fields) -> usize,
-    /// Default of `num_experts_per_tok`.
-    pub(super) per_token: usize,
+    /// Default of `num_experts_per_tok`, if it has one.
+    pub(super) per_token: Option<usize>,
     /// Name of the width inside an expert.
     pub(super) width_name: &'static str,
-    /// Returns the width inside an expert. It has no default.
+    /// Returns the width inside an expert, if it is known.
     pub(super) width: fn(&Fields) -> Option<usize>,
-    /// Whether the weights of the chosen experts sum up to 1; `None` is `norm_topk_prob`.
-    pub(super) renormalized: Option<bool>,
-    /// Whether `decoder_sparse_step` and `mlp_only_layers` choose the layers with experts. Else all layers have them.
-    pub(super) chooses_layers: bool,
+    /// Default of `n_shared_experts`, in families that have shared experts.
+    pub(super) shared: Option<usize>,
+    pub(super) router: RouterKeys,
+    /// Whether `output_router_logits` adds the load-balancing loss.
+    pub(super) has_auxiliary: bool,
+    pub(super) layers: ExpertLayers,
+}
+
+/// Keys of a router.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum RouterKeys {
+    /// A softmax. Whether the weights of the chosen experts sum up to 1; `None` is `norm_topk_prob`.
+    Softmax { renormalized: Option<bool> },
+    /// A softmax in f32, with `routed_scaling_factor`. `topk_method` may choose among groups.
+    DeepseekV2,
+    /// A sigmoid in f32 with biases and groups, `norm_topk_prob` and `routed_scaling_factor`.
+    DeepseekV3,
+}
+
+/// Layers with experts.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum ExpertLayers {
+    All,
+    /// `decoder_sparse_step` and `mlp_only_layers` choose them.
+    Sparse,
+    /// The layers from `first_k_dense_replace` on, with its default.
+    From(usize),
 }
 
 const LLAMA: Family = Family {
@@ -121,6 +154,8 @@ const LLAMA: Family = Family {
     caps: CapKeys::Unused,
     window: WindowKeys::Unused,
     layers: WindowLayers::All,
+    latent: None,
+    predicts_more: false,
     experts: None,
 };
 
@@ -191,11 +226,13 @@ const MIXTRAL: Family = Family {
     experts: Some(ExpertKeys {
         names: ExpertNames::MIXTRAL,
         count: |fields| fields.num_experts.or(fields.num_local_experts).unwrap_or(8),
-        per_token: 2,
+        per_token: Some(2),
         width_name: "intermediate_size",
         width: |fields| Some(fields.intermediate_size),
-        renormalized: Some(true),
-        chooses_layers: false,
+        shared: None,
+        router: RouterKeys::Softmax { renormalized: Some(true) },
+        has_auxiliary: true,
+        layers: ExpertLayers::All,
     }),
     ..MISTRAL
 };
@@ -208,14 +245,56 @@ const QWEN3_MOE: Family = Family {
     experts: Some(ExpertKeys {
         names: ExpertNames::QWEN3_MOE,
         count: |fields| fields.num_local_experts.or(fields.num_experts).unwrap_or(128),
-        per_token: 8,
+        per_token: Some(8),
         width_name: "moe_intermediate_size",
         width: |fields| fields.moe_intermediate_size,
-        renormalized: None,
-        chooses_layers: true,
+        shared: None,
+        router: RouterKeys::Softmax { renormalized: None },
+        has_auxiliary: true,
+        layers: ExpertLayers::Sparse,
     }),
     ..QWEN3
 };
 
+// `num_experts` and `num_local_experts` are transformers' other names of `n_routed_experts`.
+const DEEPSEEK_V2: Family = Family {
+    name: "deepseek_v2",
+    latent: Some(LatentKeys { chooses_pairs: false }),
+    experts: Some(ExpertKeys {
+        names: ExpertNames::QWEN3_MOE,
+        count: |fields| fields.num_experts.or(fields.n_routed_experts).unwrap_or(64),
+        per_token: None,
+        width_name: "moe_intermediate_size",
+        width: |fields| Some(fields.moe_intermediate_size.unwrap_or(1407)),
+        shared: Some(2),
+        router: RouterKeys::DeepseekV2,
+        has_auxiliary: false,
+        layers: ExpertLayers::From(0),
+    }),
+    ..LLAMA
+};
+
+const DEEPSEEK_V3: Family = Family {
+    name: "deepseek_v3",
+    kv_heads: Some(128),
+    positions: 4096,
+    biases: BiasKeys::Attention,
+    latent: Some(LatentKeys { chooses_pairs: true }),
+    predicts_more: true,
+    experts: Some(ExpertKeys {
+        names: ExpertNames::QWEN3_MOE,
+        count: |fields| fields.num_local_experts.or(fields.n_routed_experts).unwrap_or(256),
+        per_token: Some(8),
+        width_name: "moe_intermediate_size",
+        width: |fields| Some(fields.moe_intermediate_size.unwrap_or(2048)),
+        shared: Some(1),
+        router: RouterKeys::DeepseekV3,
+        has_auxiliary: false,
+        layers: ExpertLayers::From(3),
+    }),
+    ..LLAMA
+};
+
 /// All families.
-pub(super) const FAMILIES: [Family; 9] = [LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE];
+pub(super) const FAMILIES: [Family; 11] =
+    [LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3];

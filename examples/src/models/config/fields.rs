@@ -56,6 +56,24 @@ pub(super) struct Fields {
     pub(super) router_jitter_noise: Option<f64>,
     pub(super) decoder_sparse_step: Option<usize>,
     pub(super) mlp_only_layers: Option<Vec<usize>>,
+    pub(super) n_routed_experts: Option<usize>,
+    pub(super) n_shared_experts: Option<usize>,
+    pub(super) first_k_dense_replace: Option<usize>,
+    pub(super) moe_layer_freq: Option<usize>,
+    pub(super) routed_scaling_factor: Option<f64>,
+    pub(super) n_group: Option<usize>,
+    pub(super) topk_group: Option<usize>,
+    pub(super) topk_method: Option<String>,
+    pub(super) scoring_func: Option<String>,
+    pub(super) num_nextn_predict_layers: Option<usize>,
+    pub(super) num_mtp_layers: Option<usize>,
+    #[serde(default, deserialize_with = "given")]
+    pub(super) q_lora_rank: Option<Option<usize>>,
+    pub(super) kv_lora_rank: Option<usize>,
+    pub(super) qk_nope_head_dim: Option<usize>,
+    pub(super) qk_rope_head_dim: Option<usize>,
+    pub(super) v_head_dim: Option<usize>,
+    pub(super) rope_interleave: Option<bool>,
 }
 
 /// `rope_parameters`, or the older `rope_scaling`.

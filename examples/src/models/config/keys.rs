@@ -8,7 +8,7 @@ use crate::models::config::gpt2::GENERAL_NAMES;
 
 /// Keys that transformers reads and that do not change a model's training: how to load and run it, what `generate` does,
 /// and names of classes, which `--task classify` reads.
-const WITHOUT_EFFECT: [&str; 35] = [
+const WITHOUT_EFFECT: [&str; 36] = [
     "_name_or_path",
     "architectures",
     "attn_implementation",
@@ -30,6 +30,8 @@ const WITHOUT_EFFECT: [&str; 35] = [
     // A setting of an old tensor parallelism in transformers.
     "pretraining_tp",
     "problem_type",
+    // The sum of two other sizes.
+    "qk_head_dim",
     // Files of weights describe their format themselves.
     "quantization_config",
     "return_dict",
@@ -127,6 +129,11 @@ mod tests {
                 json!({"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8,
                 "vocab_size": 16})
             }
+            "deepseek_v2" | "deepseek_v3" => {
+                json!({"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2,
+                "intermediate_size": 8, "moe_intermediate_size": 8, "vocab_size": 16, "n_routed_experts": 8,
+                "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2})
+            }
             _ => json!({"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
                 "intermediate_size": 8, "moe_intermediate_size": 8, "vocab_size": 16, "pad_token_id": 0,
                 "head_dim": 4}),
@@ -174,6 +181,9 @@ mod tests {
                         &[("use_sliding_window", json!(true)), ("sliding_window", json!(4))]
                     }
                     "router_aux_loss_coef" => &[("output_router_logits", json!(true))],
+                    "n_group" | "topk_group" if family == "deepseek_v2" => {
+                        &[("topk_method", json!("group_limited_greedy"))]
+                    }
                     "num_local_experts" => &[("num_experts_per_tok", json!(1))],
                     "original_max_position_embeddings" => {
                         let factors = json!([1.0, 1.0]);

@@ -17,10 +17,12 @@ use crate::json;
 
 pub mod bert;
 pub mod decoder;
+pub mod experts;
 mod families;
 mod fields;
 pub mod gpt2;
 mod keys;
+pub mod latent;
 pub mod rope;
 #[cfg(test)]
 mod tests;

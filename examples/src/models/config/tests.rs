@@ -179,7 +179,7 @@ fn defaults_match_transformers() {
     assert_eq!((null.logit_softcap, null.attention(0).softcap), (None, None));
     let mixtral = family("mixtral", "\"num_key_value_heads\": null");
     let experts = mixtral.experts(0).unwrap();
-    assert_eq!((experts.count, experts.per_token, experts.renormalized, experts.auxiliary), (8, 2, true, None));
+    assert_eq!((experts.count, experts.per_token, experts.router.renormalized, experts.auxiliary), (8, 2, true, None));
     assert_eq!((mixtral.kv_heads, mixtral.rope.theta, mixtral.norms.eps), (4, 1e6, 1e-5));
     assert_eq!(family("qwen3", "\"num_key_value_heads\": 4").head_dim, 128);
 }

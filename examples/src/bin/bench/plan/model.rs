@@ -212,6 +212,11 @@ impl Model {
             ModelConfig::Bert(config) => config.num_hidden_layers,
         };
         ensure!(count <= MOST_LAYERS, "{count} blocks are more than `bench plan` takes, which is {MOST_LAYERS}");
+        ensure!(
+            !matches!(config, ModelConfig::Decoder(config) if config.latent.is_some()),
+            "`bench plan` does not know the memory of latent attention, as of deepseek_v2 and deepseek_v3: measure a smaller \
+             model of the same shape with `bench step`"
+        );
         let experts = match config {
             ModelConfig::Decoder(config) => config.experts.as_ref().map_or(0, |experts| experts.count),
             _ => 0,
