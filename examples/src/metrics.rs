@@ -40,9 +40,46 @@ pub struct StepRecord {
     /// Rewards of preference tuning.
     #[serde(flatten)]
     pub rewards: Option<Rewards>,
+    /// Balance of experts.
+    #[serde(flatten)]
+    pub experts: Option<ExpertBalance>,
     /// Use of corpora.
     #[serde(flatten)]
     pub data: Option<DataRecord>,
+}
+
+/// Tokens of the experts that have the fewest and the most, over all layers, as a multiple of the mean in their layer: 1
+/// if each expert has as many.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExpertBalance {
+    /// The fewest.
+    #[serde(rename = "experts/least")]
+    pub least: f64,
+    /// The most.
+    #[serde(rename = "experts/most")]
+    pub most: f64,
+}
+
+impl ExpertBalance {
+    /// Returns the balance, given the tokens of the experts of each layer.
+    ///
+    /// ```
+    /// use fsdp_train::metrics::ExpertBalance;
+    ///
+    /// let layers = [[3., 1.], [2., 2.]];
+    /// assert_eq!(ExpertBalance::of(layers.iter().map(|tokens| &tokens[..])), ExpertBalance { least: 0.5, most: 1.5 });
+    /// ```
+    pub fn of<'a>(layers: impl Iterator<Item = &'a [f64]>) -> Self {
+        let even = ExpertBalance { least: 1., most: 1. };
+        layers.fold(even, |balance, tokens| {
+            let mean = tokens.iter().sum::<f64>() / tokens.len() as f64;
+            if mean == 0. {
+                return balance;
+            }
+            let (least, most) = tokens.iter().fold((f64::INFINITY, 0f64), |(a, b), &x| (a.min(x), b.max(x)));
+            ExpertBalance { least: balance.least.min(least / mean), most: balance.most.max(most / mean) }
+        })
+    }
 }
 
 /// Use of the corpora of `--data`.
@@ -267,6 +304,7 @@ pub(crate) mod tests {
             peak_mem_bytes: 1 << 33,
             shard_bytes: 123,
             rewards: None,
+            experts: None,
             data: None,
         }
     }

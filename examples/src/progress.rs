@@ -119,6 +119,7 @@ mod tests {
             peak_mem_bytes: 0,
             shard_bytes: 0,
             rewards: None,
+            experts: None,
             data: None,
         }
     }

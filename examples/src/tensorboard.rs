@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use crc_fast::CrcAlgorithm;
 use prost::Message;
 
-use crate::metrics::{EvalRecord, Rewards, StepRecord};
+use crate::metrics::{EvalRecord, ExpertBalance, Rewards, StepRecord};
 use crate::tasks::TaskEvalRecord;
 use crate::writable::in_directory;
 
@@ -55,6 +55,9 @@ impl EventFile {
             ("memory/shard_bytes", record.shard_bytes as f64),
         ];
         self.scalars(record.step, &scalars)?;
+        if let Some(ExpertBalance { least, most }) = record.experts {
+            self.scalars(record.step, &[("experts/least", least), ("experts/most", most)])?;
+        }
         self.rewards(record.step, "train", record.rewards)
     }
 

@@ -16,6 +16,7 @@ mod corpus;
 mod directories;
 mod dpo;
 mod dropout;
+mod expert_balance;
 mod expert_parallel;
 mod exports;
 mod fine_tuning;

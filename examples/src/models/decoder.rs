@@ -3,6 +3,8 @@
 //!
 //! Shapes: batch B, time T, width C of the residual stream, H heads of width D.
 
+use std::sync::{Mutex, PoisonError};
+
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::nn::{self, CrossEntropyOptions, Documents, Embedding, Linear};
@@ -46,8 +48,10 @@ pub struct Decoder<B = FsdpModule<Layer<Block>>> {
     embedding_scale: Option<f64>,
     pub(super) blocks: Vec<B>,
     pub(super) last: OwnUnit<LastLayers>,
-    /// Coefficient of the experts' auxiliary loss.
-    auxiliary: f64,
+    /// Coefficient of the experts' auxiliary loss, if they have one.
+    auxiliary: Option<f64>,
+    /// Tokens of each expert in the forwards that trained, `[layers with experts, E]`, if they are counted.
+    expert_tokens: Option<Mutex<Option<Tensor>>>,
     pub(super) drops: ModelDropout,
     parallel: Option<TensorParallel>,
 }
@@ -164,7 +168,8 @@ impl<B: CallBlock> Decoder<B> {
             embedding_scale: config.embedding_scale,
             blocks,
             last,
-            auxiliary: config.experts.as_ref().and_then(|experts| experts.auxiliary).unwrap_or(0.),
+            auxiliary: config.experts.as_ref().and_then(|experts| experts.auxiliary),
+            expert_tokens: config.experts.as_ref().filter(|experts| experts.counted).map(|_| Mutex::default()),
             drops,
             parallel: parallel.cloned(),
         })
@@ -217,14 +222,36 @@ impl<B: CallBlock> Decoder<B> {
             (x_btc, load) = block.call_block((x_btc, rows.clone()))?;
             loads.extend(load);
         }
+        self.count(&loads)?;
+        let Some(coefficient) = self.auxiliary else { return Ok((x_btc, None)) };
         // Padding also chooses experts, but is not counted.
         let all = ids_bt.elem_count() * rows.ranks();
         let tokens = rows.filled.as_ref().map_or(all, |filled| filled.iter().sum());
         let auxiliary = match crate::models::experts::balance(&loads, tokens, rows)? {
-            Some(loss) => Some((loss * self.auxiliary)?),
+            Some(loss) => Some((loss * coefficient)?),
             None => None,
         };
         Ok((x_btc, auxiliary))
+    }
+
+    /// Adds the loads of a forward that trains to the tokens of each expert.
+    fn count(&self, loads: &[Tensor]) -> Result<()> {
+        let Some(sum) = self.expert_tokens.as_ref().filter(|_| self.drops.is_training() && !loads.is_empty()) else {
+            return Ok(());
+        };
+        let tokens = loads.iter().map(|load| load.detach().get(0)).collect::<Result<Vec<_>>>()?;
+        let mut tokens = Tensor::stack(&tokens, 0)?;
+        let mut sum = sum.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(before) = &*sum {
+            tokens = (tokens + before)?;
+        }
+        *sum = Some(tokens);
+        Ok(())
+    }
+
+    /// See [`LanguageModel::take_expert_tokens`](crate::models::LanguageModel::take_expert_tokens).
+    pub(super) fn take_expert_tokens(&self) -> Option<Tensor> {
+        self.expert_tokens.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 

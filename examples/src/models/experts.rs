@@ -16,12 +16,21 @@ use crate::models::parallel::TensorParallel;
 use crate::models::router::{Choice, Router};
 use crate::models::rows::Rows;
 
+/// Use of the experts' load.
+enum LoadUse {
+    /// A loss, whose gradient reaches the scores.
+    Loss,
+    /// Counts only.
+    Counts,
+}
+
 pub(super) struct Experts {
     router: Router,
     experts: Vec<SwiGlu>,
     /// The MLP that all tokens use.
     shared: Option<Mlp>,
-    counts: bool,
+    /// What the load of the experts is counted for, if it is.
+    load: Option<LoadUse>,
     parallel: Option<TensorParallel>,
 }
 
@@ -43,13 +52,16 @@ impl Experts {
             router: Router::new(config, experts, vb.pp("gate"))?,
             experts: (0..experts.count).map(expert).collect::<Result<_>>()?,
             shared: experts.shared.map(|inner| Mlp::new(config, inner, vb.pp("shared_experts"))).transpose()?,
-            counts: experts.auxiliary.is_some(),
+            load: match experts.auxiliary {
+                Some(_) => Some(LoadUse::Loss),
+                None => experts.counted.then_some(LoadUse::Counts),
+            },
             parallel: parallel.cloned(),
         })
     }
 
-    /// Returns the output `[B, T, C]`, and for the auxiliary loss `[2, E]`: tokens and summed probability of each
-    /// expert, without padding.
+    /// Returns the output `[B, T, C]`, and the load `[2, E]` if it is used: tokens and summed score of each expert, without
+    /// padding.
     pub(super) fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let (y_btc, load) = match &self.parallel {
             None => self.chosen(x_btc, rows)?,
@@ -73,10 +85,12 @@ impl Experts {
         let y_nc = mixture_of_experts(&x_nc, &self.experts, &chosen_nk, &weights_nk)?;
         let y = y_nc.reshape((batch, steps, width))?;
 
-        let load = match self.counts {
-            true => Some(load(&chosen_nk, &scores_ne, is_data(rows, steps)?.as_deref())?),
-            false => None,
+        let scores_ne = match self.load {
+            None => return Ok((y, None)),
+            Some(LoadUse::Counts) => scores_ne.detach(),
+            Some(LoadUse::Loss) => scores_ne,
         };
+        let load = Some(load(&chosen_nk, &scores_ne, is_data(rows, steps)?.as_deref())?);
         Ok((y, load))
     }
 }

@@ -29,6 +29,16 @@ impl LanguageModel {
         .set_training(training);
     }
 
+    /// Returns the tokens of each expert in the forwards that trained since the last call, and forgets them: `[layers with
+    /// experts, E]`, f32, of this rank. Counts each token once for each of its experts. `None` without such forwards, and for
+    /// models whose configuration does not [count them](crate::models::ModelConfig::count_expert_tokens).
+    pub fn take_expert_tokens(&self) -> Option<Tensor> {
+        match self {
+            LanguageModel::Decoder(model) => model.take_expert_tokens(),
+            LanguageModel::Gpt2(_) | LanguageModel::Bert(_) => None,
+        }
+    }
+
     /// Returns the logits, and an auxiliary loss if the model has one.
     pub(super) fn outputs(&self, ids: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         match self {

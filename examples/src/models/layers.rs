@@ -70,8 +70,12 @@ impl ModelDropout {
         self.training.store(training, Ordering::Relaxed);
     }
 
+    pub(super) fn is_training(&self) -> bool {
+        self.training.load(Ordering::Relaxed)
+    }
+
     fn now(&self, probability: f64) -> f64 {
-        if self.training.load(Ordering::Relaxed) { probability } else { 0. }
+        if self.is_training() { probability } else { 0. }
     }
 
     pub(super) fn embedding(&self, x: &Tensor) -> Result<Tensor> {

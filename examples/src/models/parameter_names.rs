@@ -68,8 +68,15 @@ pub struct Lora {
 
 /// Prefixes of the blocks' parameters in all families.
 const BLOCKS: [&str; 4] = ["model.layers.", "h.", "transformer.h.", "bert.encoder.layer."];
+/// End of the name of a router's bias.
+const ROUTER_BIAS: &str = ".e_score_correction_bias";
 /// Layer that chooses experts. Small changes of its weights can change the choice.
 const ROUTER: &str = "gate";
+
+/// Returns whether a buffer is the bias by which a router chooses experts.
+pub fn is_router_bias(name: &str) -> bool {
+    name.ends_with(ROUTER_BIAS)
+}
 
 /// Returns whether a parameter is the weight of a fully connected layer in a block. Excludes routers and adapters.
 ///

@@ -294,6 +294,30 @@ mod tests {
     }
 
     #[test]
+    fn layers_that_predict_further_tokens_are_left_out_with_a_warning() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = |predicted: usize| {
+            let text = format!(
+                r#"{{"model_type": "deepseek_v3", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 11, "num_nextn_predict_layers": {predicted}}}"#
+            );
+            ModelConfig::parse(&text).unwrap()
+        };
+        let names = ["model.layers.1.input_layernorm.weight", "model.layers.2.eh_proj.weight"];
+        let shards = names.map(|name| TensorShard::whole(name, &[1], Arc::new(Buffer::F32(vec![1.]))));
+        hf::export(dir.path().join("model"), World::single().unwrap().group(), &shards, &[]).unwrap();
+        let open = |mut config: ModelConfig| {
+            Weights::open(&dir.path().join("model"), &mut config, Head::Vocabulary).unwrap().unwrap()
+        };
+        let weights = open(config(1));
+        assert!(weights.contains(names[0]) && !weights.contains(names[1]));
+        assert!(weights.warnings()[0].contains("layers that predict further tokens"), "{:?}", weights.warnings());
+        assert!(weights.warnings()[0].contains(names[1]), "{:?}", weights.warnings());
+        // Without such layers in the configuration, the tensor is not known.
+        assert!(open(config(0)).contains(names[1]));
+    }
+
+    #[test]
     fn other_names_are_accepted() {
         let dir = tempfile::tempdir().unwrap();
         let of = |name: &str, value| TensorShard::whole(name, &[1], Arc::new(Buffer::F32(vec![value])));

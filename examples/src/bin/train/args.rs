@@ -70,9 +70,9 @@ pub(crate) struct Args {
     /// about 5 M parameters]
     ///
     /// Required: config.json with model type llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, mixtral,
-    /// qwen3_moe, gpt2 or bert. Optional: tokenizer.json, and the weights in model.safetensors or pytorch_model.bin (or
-    /// an index such as model.safetensors.index.json and the files it names). Each process reads only its own slices of
-    /// the weights. A bert is trained as a masked language model. Dropout is off without --dropout.
+    /// qwen3_moe, deepseek_v2, deepseek_v3, gpt2 or bert. Optional: tokenizer.json, and the weights in model.safetensors or
+    /// pytorch_model.bin (or an index such as model.safetensors.index.json and the files it names). Each process reads
+    /// only its own slices of the weights. A bert is trained as a masked language model. Dropout is off without --dropout.
     ///
     /// A name such as org/name or org/name@revision that is not a path is downloaded from the Hugging Face hub, once
     /// for each host, into the cache that all Hugging Face libraries share. HF_TOKEN, HF_HOME, HF_ENDPOINT and
@@ -288,6 +288,14 @@ pub(crate) struct Args {
     /// those without it. See docs/expert-parallel.md.
     #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
     pub(crate) expert_parallel: usize,
+
+    /// Balance the experts of DeepSeek-V3 without a loss: after a step, the bias of each expert moves by X towards the mean
+    ///
+    /// Experts with more tokens than the mean of their layer are then chosen less often. DeepSeek-V3 was trained with 0.001.
+    /// --metrics and --tensorboard have experts/least and experts/most: the tokens of the experts with the fewest and the
+    /// most, as multiples of the mean. See docs/expert-parallel.md.
+    #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub(crate) router_bias_rate: Option<f64>,
 
     /// Context parallelism: N processes share each sequence, and each has a part of its activations
     ///

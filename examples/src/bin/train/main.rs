@@ -6,6 +6,7 @@
 mod adapters;
 mod agreement;
 mod args;
+mod balance;
 mod checkpoint;
 mod directories;
 mod evaluate;

@@ -184,6 +184,13 @@ const RULES: &[Rule] = &[
     unused(&["base", "lora-rank", "lora-from"], "--base needs --lora-rank or --lora-from", |args| {
         args.base != Base::F32 && args.lora_rank.is_none() && args.lora_from.is_none()
     }),
+    Rule {
+        flags: &["router-bias-rate", "lora-rank", "lora-from"],
+        is_broken: |args| args.router_bias_rate.is_some() && (args.lora_rank.is_some() || args.lora_from.is_some()),
+        words: "--router-bias-rate excludes --lora-rank and --lora-from",
+        reason: "adapters do not contain the biases of routers",
+        way_out: "leave one out",
+    },
     // Sharding.
     Rule {
         flags: &["context-parallel", "seq-len", "sequence-parallel"],
@@ -382,6 +389,8 @@ mod tests {
         ("--context-parallel 2 --tensor-parallel 8 --sequence-parallel --seq-len 24", ""),
         ("--context-parallel 2 --task embed --data pairs.jsonl", ""),
         ("--context-exchange heads", "--context-parallel 2"),
+        ("--router-bias-rate 0.001 --lora-rank 3", ""),
+        ("--router-bias-rate 0.001 --lora-from adapters", ""),
         ("--init pretrained", "--model m"),
         ("--task classify", "--data a.csv"),
         ("--task embed", "--data a.csv"),

@@ -114,6 +114,7 @@ impl Record {
         }
         let flags = fields("--", args)?;
         let alike = [
+            "--router-bias-rate",
             "--optimizer",
             "--no-decay",
             "--param-dtype",

@@ -70,6 +70,7 @@ impl Setup {
             args.seq_len,
             config.max_positions()
         );
+        config.count_expert_tokens();
         parallel::check(&config, args.tensor_parallel)?;
         parallel::check_experts(&config, args.expert_parallel)?;
 

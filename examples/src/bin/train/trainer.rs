@@ -13,6 +13,7 @@ use indicatif::BinaryBytes;
 
 use crate::adapters::Adapters;
 use crate::args::Args;
+use crate::balance::Balance;
 use crate::checkpoint::{Checkpoints, Position};
 use crate::directories::Hosts;
 use crate::export::{self, GgufExport};
@@ -38,6 +39,7 @@ pub(crate) struct Trainer<'a> {
     in_backward: Option<StepInBackward>,
     optim: Optimizer,
     adapters: Option<Adapters>,
+    balance: Balance,
     task: Box<dyn Task>,
     model: Model,
     vars: ShardedVarMap,
@@ -83,6 +85,7 @@ impl<'a> Trainer<'a> {
             in_backward,
             optim,
             adapters,
+            balance: Balance::new(args.router_bias_rate, &vars)?,
             task,
             model,
             vars,
@@ -149,6 +152,7 @@ impl<'a> Trainer<'a> {
         };
         let skipped = skipped.map_err(|error| self.checkpoints.explain_failed_step(step, error))?;
         drop(grads);
+        let experts = self.balance.step(self.model.inner(), skipped.is_some(), self.world)?;
 
         let tokens = self.task.tokens(self.done.sequences);
         let sequences = self.done.sequences + self.task.sequences_per_step();
@@ -168,6 +172,7 @@ impl<'a> Trainer<'a> {
             peak_mem_bytes: most[0] as u64,
             shard_bytes: self.shard_bytes,
             rewards: rewards.map(|_| Rewards::from(std::array::from_fn(|i| means[2 + i]))),
+            experts,
             data: data.map(|data| DataRecord { data_wait_s: most[1], ..data }),
         };
         if let Some(log) = &mut self.log {

@@ -26,6 +26,8 @@ pub struct ExpertsConfig {
     pub auxiliary: Option<f64>,
     /// Names of the experts' parameters.
     pub names: ExpertNames,
+    /// Whether the model counts the tokens of each expert while it trains.
+    pub counted: bool,
     layers: Layers,
 }
 
@@ -127,6 +129,7 @@ impl ExpertsConfig {
             router: RouterConfig::new(family.name, &keys, fields, (count, per_token))?,
             auxiliary: has_auxiliary.then_some(coefficient),
             names: keys.names,
+            counted: false,
             layers,
         }))
     }

@@ -161,6 +161,16 @@ impl ModelConfig {
         }
     }
 
+    /// Makes the model count the tokens of its experts, if it has some. See
+    /// [`LanguageModel::take_expert_tokens`](crate::models::LanguageModel::take_expert_tokens).
+    pub fn count_expert_tokens(&mut self) {
+        if let ModelConfig::Decoder(config) = self
+            && let Some(experts) = &mut config.experts
+        {
+            experts.counted = true;
+        }
+    }
+
     /// Returns whether this is a masked language model, which sees a whole sequence and predicts its masked tokens.
     pub fn is_masked(&self) -> bool {
         matches!(self, ModelConfig::Bert(_))

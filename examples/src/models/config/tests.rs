@@ -386,6 +386,28 @@ fn unknown_values_are_refused() {
         (of("mixtral", r#""router_jitter_noise": 0.1"#), "router_jitter_noise = 0.1 is not supported"),
         (of("qwen3_moe", r#""norm_topk_prob": true"#), "missing field `moe_intermediate_size`"),
         (llama(r#""rope_scaling": {"rope_type": "llama3"}"#), "needs factor"),
+        (of("deepseek_v2", r#""mlp_bias": false"#), "missing field `num_experts_per_tok`"),
+        (of("deepseek_v2", r#""num_experts_per_tok": 65"#), "must be at most the 64 experts"),
+        (of("deepseek_v2", r#""num_experts_per_tok": 2, "topk_method": "best""#), "expected \"greedy\" or"),
+        (of("deepseek_v2", r#""num_experts_per_tok": 2, "topk_method": "group_limited_greedy""#), "field `n_group`"),
+        (of("deepseek_v3", r#""scoring_func": "softmax""#), "scoring_func = \"softmax\" is not supported"),
+        (of("deepseek_v3", r#""n_group": 7"#), "n_group = 7 must divide the 256 experts into groups of at least 2"),
+        (of("deepseek_v3", r#""topk_group": 9"#), "topk_group = 9 must be at most n_group = 8"),
+        (
+            of("deepseek_v3", r#""topk_group": 1, "num_experts_per_tok": 33"#),
+            "at most the 32 experts in topk_group = 1",
+        ),
+        (of("deepseek_v3", r#""moe_layer_freq": 2"#), "moe_layer_freq = 2 is not supported"),
+        (of("deepseek_v3", r#""qk_rope_head_dim": 5"#), "qk_rope_head_dim = 5 must be even"),
+        (
+            of("deepseek_v3", "\"kv_lora_rank\": 2")
+                .replace("\"num_key_value_heads\": 4", "\"num_key_value_heads\": 2"),
+            "num_key_value_heads = 2 must be num_attention_heads = 4",
+        ),
+        (
+            of("deepseek_v3", r#""rope_scaling": {"rope_type": "yarn", "mscale_all_dim": 1.0}"#),
+            "mscale_all_dim = 1 needs factor",
+        ),
         (llama(&format!(r#""rope_scaling": {}"#, LLAMA3.replace("4.0", "1.0"))), "must be below high_freq_factor"),
         (llama(r#""hidden_act": "relu""#), "\"relu\" is not supported"),
     ] {
