@@ -28,7 +28,8 @@ fn both_with_host_staging() {
     }
 }
 
-const FAMILIES: [&str; 5] = ["gemma2_tiny", "phi3_tiny", "mixtral_tiny", "qwen3_moe_tiny", "bert_tiny"];
+const FAMILIES: [&str; 6] =
+    ["gemma2_tiny", "phi3_tiny", "mixtral_tiny", "qwen3_moe_tiny", "deepseek_v3_tiny", "bert_tiny"];
 
 /// In bf16, PyTorch differs from itself with another attention, or on other ranks for scores with caps. In the mean over
 /// all steps, training on devices differs from PyTorch by at most twice as much. The largest difference is that of the

@@ -51,6 +51,7 @@
 //! | [`Rotary`] | `[batch, T, heads * D]` | same | |
 //! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
 //! | [`attention_in_documents`], [`attention_qkv_in_documents`] | the same, and [`Documents`] | the same | |
+//! | [`attention_with_sinks`] | the same, and a score `[heads]` | the same | |
 //! | [`max_pool2d_with_stride`], [`avg_pool2d_with_stride`] | `[batch, C, H, W]` | `[batch, C, h, w]` | |
 //! | [`add`] | any, twice | same | |
 //! | [`SwiGlu`] | `[.., in]` | `[.., out]` | its projections' |
@@ -148,7 +149,7 @@ pub use crate::adapter::{LoraConfig, is_adapter, without_adapters};
 pub use activation::{gelu, gelu_erf, silu, silu_mul};
 pub use attention::Documents;
 pub use attention::functions::{
-    attention, attention_in_documents, attention_library, attention_qkv, attention_qkv_in_documents, causal_attention,
+    attention, attention_in_documents, attention_library, attention_qkv, attention_qkv_in_documents, attention_with_sinks, causal_attention,
     causal_attention_qkv,
 };
 pub use attention::options::AttentionOptions;

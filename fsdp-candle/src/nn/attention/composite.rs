@@ -24,6 +24,7 @@ pub(in crate::nn) fn composite(
     options: &AttentionOptions,
     positions: Option<Positions>,
     documents: Option<&Documents>,
+    sinks: Option<&Tensor>,
 ) -> Result<Tensor> {
     if let Some(empty) = if_empty("attention", q, &[q, k, v], q.shape())? {
         return Ok(empty);
@@ -48,7 +49,15 @@ pub(in crate::nn) fn composite(
     };
     let mask = mask.to_dtype(wide)?;
     let scores = scores.broadcast_add(&mask)?;
-    let weights = drop_probabilities(&softmax_composite(&scores, D::Minus1)?, options.dropout, positions)?;
+    let weights = match sinks {
+        None => softmax_composite(&scores, D::Minus1)?,
+        Some(sinks) => {
+            let sinks = sinks.to_dtype(wide)?.reshape((1, n_heads, 1, 1))?;
+            let sinks = sinks.broadcast_as((batch, n_heads, queries, 1))?;
+            softmax_composite(&Tensor::cat(&[&scores, &sinks], D::Minus1)?, D::Minus1)?.narrow(3, 0, keys)?.contiguous()?
+        }
+    };
+    let weights = drop_probabilities(&weights, options.dropout, positions)?;
     weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
 }
 

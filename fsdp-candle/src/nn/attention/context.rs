@@ -62,8 +62,8 @@ fn by_heads(own: Checked<'_>, context: &ContextParallel, operands: &[&Tensor]) -
         )
     }
     let steps = queries * ranks;
-    let of_heads =
-        Checked { queries: steps, keys: steps, n_heads: n_heads / ranks, n_kv_heads: n_kv_heads / ranks, ..own };
+    let sinks = own.sinks.map(|sinks| sinks.narrow(0, group.rank() * (n_heads / ranks), n_heads / ranks)?.contiguous());
+    let sinks = sinks.transpose()?;
     let exchanged = |x: &Tensor| in_order(&all_to_all(x, 1, 2, group)?, 1, ranks);
     let [q, k, v] = own.separate(operands)?;
     let [q, k, v] = [exchanged(&q)?, exchanged(&k)?, exchanged(&v)?];
@@ -71,6 +71,14 @@ fn by_heads(own: Checked<'_>, context: &ContextParallel, operands: &[&Tensor]) -
     let before = get_rng_state().part.filter(|part| part.dim == 1);
     let (index, count) = before.map_or((0, 1), |part| (part.index, part.count));
     let part = Part { dim: 1, index: index * ranks + group.rank(), count: count * ranks };
+    let of_heads = Checked {
+        queries: steps,
+        keys: steps,
+        n_heads: n_heads / ranks,
+        n_kv_heads: n_kv_heads / ranks,
+        sinks: sinks.as_ref(),
+        ..own
+    };
     let out = outside(|| in_part(part, || of_heads.attention(&[&q, &k, &v])))?;
     all_to_all(&by_rank(&out, 1, ranks)?, 2, 1, group)
 }

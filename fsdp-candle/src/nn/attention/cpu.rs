@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Storage, Tensor};
+use candle_core::{Device, Result, Storage, Tensor};
 
 use super::documents::Documents;
 use super::engine::{AttentionDims, Engine, HeadLayout};
@@ -30,11 +30,9 @@ const KEYS: usize = 192;
 pub(super) struct Cpu;
 
 impl Engine for Cpu {
-    /// `[batch, n_heads, T]`.
-    type LogSums = Vec<f32>;
-
-    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Vec<f32>)> {
+    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Tensor)> {
         let (out, log_sums) = with_values(operands, |values| dims.forward(values, dims.layouts(operands)))?;
+        let log_sums = Tensor::from_vec(log_sums, (dims.batch, dims.n_heads, dims.queries), &Device::Cpu)?;
         Ok((storage(out, dims.dtype)?, log_sums))
     }
 
@@ -43,14 +41,15 @@ impl Engine for Cpu {
         dims: &AttentionDims,
         operands: &[&Tensor],
         [out, d_out]: [&Tensor; 2],
-        log_sums: &Vec<f32>,
+        log_sums: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
         let mut gradients: Vec<_> = operands.iter().map(|operand| vec![0f32; operand.elem_count()]).collect();
         let shared: Vec<_> = gradients.iter_mut().map(|gradient| Shared::new(gradient)).collect();
         read!(out, out);
         read!(d_out, d_out);
+        read!(log_sums, log_sums);
         with_values(operands, |values| {
-            dims.backward(values, dims.layouts(operands), &out, &d_out, log_sums, three(&shared));
+            dims.backward(values, dims.layouts(operands), &out, &d_out, &log_sums, three(&shared));
         })?;
         let gradients = gradients.into_iter().zip(operands);
         gradients.map(|(gradient, like)| tensor_like(gradient, like).map(Some)).collect()

@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Result, Storage, Tensor};
+use candle_core::{Device, Result, Storage, Tensor, bail};
 use fsdp_core::{Buffer, DType};
 
 use super::documents::Documents;
@@ -29,7 +29,7 @@ use crate::kernels::cuda::{
 use crate::kernels::{self, Kernels, Rows, Slice, SliceMut};
 use crate::nn::weight::on_cuda;
 use crate::random::Mask;
-use crate::storage::{to_core_dtype, to_storage, to_tensor, with_slice};
+use crate::storage::{to_core_dtype, to_storage, to_tensor, with_slice, with_slices};
 
 /// Bytes of a block's products of queries and keys. Larger blocks have fewer launches.
 const BLOCK_BYTES: usize = 256 << 20;
@@ -55,10 +55,7 @@ pub(super) fn library(device: &Device) -> Result<Option<String>> {
 struct Cuda;
 
 impl Engine for Cuda {
-    /// `[batch, n_heads, T]`.
-    type LogSums = Buffer;
-
-    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Buffer)> {
+    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Tensor)> {
         let of = Attention::new(dims, operands[0])?;
         let mut out = of.uninit(of.dtype, dims.batch * of.row_len())?;
         let mut log_sums = of.uninit(of.sums, dims.batch * of.sums_len())?;
@@ -73,8 +70,9 @@ impl Engine for Cuda {
             })?;
             Ok(true)
         })?;
+        let to_sums = |sums: Buffer| to_tensor(sums, &[dims.batch, dims.n_heads, dims.queries], of.device);
         if is_flash {
-            return Ok((to_storage(out)?, log_sums));
+            return Ok((to_storage(out)?, to_sums(log_sums)?));
         }
         let mut products = of.uninit(of.sums, of.largest_block())?;
         let mut weights = of.uninit(of.dtype, of.largest_block())?;
@@ -103,7 +101,7 @@ impl Engine for Cuda {
             }
             Ok(())
         })?;
-        Ok((to_storage(out)?, log_sums))
+        Ok((to_storage(out)?, to_sums(log_sums)?))
     }
 
     fn backward(
@@ -111,26 +109,26 @@ impl Engine for Cuda {
         dims: &AttentionDims,
         operands: &[&Tensor],
         [out, d_out]: [&Tensor; 2],
-        log_sums: &Buffer,
+        log_sums: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
         let of = Attention::new(dims, operands[0])?;
         let gradients = with_operands(operands, |slices| {
-            with_slice(&d_out.contiguous()?, |_, d_out| {
-                with_slice(out, |_, out| {
-                    let layouts = dims.layouts(operands);
-                    let lengths = operands.iter().map(|operand| operand.elem_count());
-                    let [q, k, v] = slices;
-                    if of.has_flash(layouts, &[q, k, v, d_out])? {
-                        let gradients = lengths.map(|length| of.uninit(of.dtype, length));
-                        let mut gradients = gradients.collect::<Result<Vec<_>>>()?;
-                        of.flash_back(slices, layouts, [out, d_out], log_sums, &mut gradients)?;
-                        return Ok(gradients);
-                    }
-                    let zeros = lengths.map(|length| of.zeros(of.dtype, length));
-                    let mut gradients = zeros.collect::<Result<Vec<_>>>()?;
-                    of.backward(slices, layouts, [out, d_out], log_sums, &mut gradients)?;
-                    Ok(gradients)
-                })
+            let outputs = [out.clone(), d_out.contiguous()?, log_sums.clone()];
+            with_slices(&outputs, |outputs| {
+                let [out, d_out, log_sums] = outputs[..] else { bail!("attention: its outputs are three") };
+                let layouts = dims.layouts(operands);
+                let lengths = operands.iter().map(|operand| operand.elem_count());
+                let [q, k, v] = slices;
+                if of.has_flash(layouts, &[q, k, v, d_out])? {
+                    let gradients = lengths.map(|length| of.uninit(of.dtype, length));
+                    let mut gradients = gradients.collect::<Result<Vec<_>>>()?;
+                    of.flash_back(slices, layouts, [out, d_out], log_sums, &mut gradients)?;
+                    return Ok(gradients);
+                }
+                let zeros = lengths.map(|length| of.zeros(of.dtype, length));
+                let mut gradients = zeros.collect::<Result<Vec<_>>>()?;
+                of.backward(slices, layouts, [out, d_out], log_sums, &mut gradients)?;
+                Ok(gradients)
             })
         })?;
         let gradients = gradients.into_iter().zip(operands);
@@ -287,7 +285,7 @@ impl<'a> Attention<'a> {
         operands: [Slice<'_>; 3],
         layouts: [HeadLayout; 3],
         [out, d_out]: [Slice<'_>; 2],
-        log_sums: &Buffer,
+        log_sums: Slice<'_>,
         gradients: &mut [Buffer],
     ) -> Result<()> {
         let mut deltas = self.uninit(self.sums, self.dims.batch * self.sums_len())?;
@@ -296,7 +294,7 @@ impl<'a> Attention<'a> {
                 [out.range(self.rows(&rows, self.row_len()))?, d_out.range(self.rows(&rows, self.row_len()))?];
             let sums = self.rows(&rows, self.sums_len());
             let deltas = SliceMut::from(&mut deltas).range(sums.clone())?;
-            flash.backward(operands, outputs, Slice::from(log_sums).range(sums)?, deltas, gradients)
+            flash.backward(operands, outputs, log_sums.range(sums)?, deltas, gradients)
         })
     }
 
@@ -372,7 +370,7 @@ impl<'a> Attention<'a> {
         [q, k, v]: [Slice<'_>; 3],
         layouts: [HeadLayout; 3],
         [out, d_out]: [Slice<'_>; 2],
-        log_sums: &Buffer,
+        log_sums: Slice<'_>,
         gradients: &mut [Buffer],
     ) -> Result<()> {
         let dims = self.dims;
@@ -407,7 +405,7 @@ impl<'a> Attention<'a> {
                     self.score_block(batch, block, bounds).softmax_back(
                         [&products, &d_weights],
                         [out.range(row.clone())?, d_out.range(row)?],
-                        Slice::from(log_sums).range(self.sums_of(batch))?,
+                        log_sums.range(self.sums_of(batch))?,
                         [&mut weights, &mut d_products],
                     )?;
                     for member in 0..self.group() {

@@ -11,20 +11,17 @@ use crate::random::Mask;
 
 /// The computation of attention on one kind of device.
 pub(super) trait Engine: Send + Sync + 'static {
-    /// The logarithms of the sums, which backward reads.
-    type LogSums: Send + Sync + 'static;
+    /// Returns the output `[batch, T, n_heads * D]` in the operands' dtype, and the logarithms of the sums `[batch, n_heads,
+    /// T]`, F64 for F64 and else F32. The operands are q, k and v, or one tensor that holds all three.
+    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Tensor)>;
 
-    /// Returns the output `[batch, T, n_heads * D]` in the operands' dtype. The operands are q, k and v, or one tensor
-    /// that holds all three.
-    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Self::LogSums)>;
-
-    /// Returns the gradients of the operands, given the output and its gradient.
+    /// Returns the gradients of the operands, given the output and its gradient, and the logarithms of the sums.
     fn backward(
         &self,
         dims: &AttentionDims,
         operands: &[&Tensor],
         outputs: [&Tensor; 2],
-        log_sums: &Self::LogSums,
+        log_sums: &Tensor,
     ) -> Result<Vec<Option<Tensor>>>;
 }
 

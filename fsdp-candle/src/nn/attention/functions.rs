@@ -8,6 +8,7 @@ use super::fused::Checked;
 use super::options::AttentionOptions;
 use crate::context_parallel::current;
 use crate::nn::cpu::same_kind;
+use crate::nn::weight::Weight;
 
 /// Returns the library that computes attention on a device where it can, such as `cuDNN 9.26`: `None` if that is this
 /// crate.
@@ -46,7 +47,8 @@ pub fn causal_attention(
     n_kv_heads: usize,
     scale: f64,
 ) -> Result<Tensor> {
-    separate_attention("causal_attention", q, k, v, n_heads, n_kv_heads, AttentionOptions::causal(scale), None)
+    let options = AttentionOptions::causal(scale);
+    separate_attention("causal_attention", [q, k, v], n_heads, n_kv_heads, options, None, None)
 }
 
 /// Computes attention.
@@ -78,7 +80,7 @@ pub fn attention(
     n_kv_heads: usize,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    separate_attention("attention", q, k, v, n_heads, n_kv_heads, *options, None)
+    separate_attention("attention", [q, k, v], n_heads, n_kv_heads, *options, None, None)
 }
 
 /// [`attention()`] within packed documents: a query sees only keys of its own document. There are as many queries as
@@ -104,7 +106,39 @@ pub fn attention_in_documents(
     options: &AttentionOptions,
     documents: &Documents,
 ) -> Result<Tensor> {
-    separate_attention("attention_in_documents", q, k, v, n_heads, n_kv_heads, *options, Some(documents))
+    separate_attention("attention_in_documents", [q, k, v], n_heads, n_kv_heads, *options, Some(documents), None)
+}
+
+/// [`attention()`], or [`attention_in_documents`] with `documents`, in which each head has a sink (arXiv:2508.10925): a
+/// score that no key has. It takes part in the softmax, so that a query's weights sum up to less than 1. `sinks` is
+/// `[n_heads]`, in q's dtype. Errors: see [`attention_in_documents`]. Also fails for another shape, dtype or device.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_candle::nn::{AttentionOptions, attention_with_sinks};
+///
+/// let q = Tensor::zeros((1, 3, 4), DType::F32, &Device::Cpu)?;
+/// let v = Tensor::new(&[1f32, 3., 8.], &Device::Cpu)?.reshape((1, 3, 1))?.broadcast_as((1, 3, 4))?;
+/// let sinks = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+/// let y = attention_with_sinks(&q, &q, &v, 1, 1, &AttentionOptions::causal(0.5), None, &sinks)?;
+/// // Each score is 0, so the sink has as much weight as a key.
+/// let want = [1. / 2., 4. / 3., 12. / 4.];
+/// let y = y.narrow(2, 0, 1)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(y.iter().zip(want).all(|(y, want)| (y - want).abs() < 1e-6));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[allow(clippy::too_many_arguments)]
+pub fn attention_with_sinks(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    n_heads: usize,
+    n_kv_heads: usize,
+    options: &AttentionOptions,
+    documents: Option<&Documents>,
+    sinks: &Tensor,
+) -> Result<Tensor> {
+    separate_attention("attention_with_sinks", [q, k, v], n_heads, n_kv_heads, *options, documents, Some(sinks))
 }
 
 /// [`causal_attention`] on the output of one layer for queries, keys and values. `qkv` `[batch, T, (n_heads + 2 *
@@ -135,16 +169,14 @@ pub fn attention_qkv_in_documents(
     packed_attention("attention_qkv_in_documents", qkv, n_heads, n_kv_heads, *options, Some(documents))
 }
 
-#[allow(clippy::too_many_arguments)]
 fn separate_attention(
     function: &str,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    [q, k, v]: [&Tensor; 3],
     n_heads: usize,
     n_kv_heads: usize,
     options: AttentionOptions,
     documents: Option<&Documents>,
+    sinks: Option<&Tensor>,
 ) -> Result<Tensor> {
     options.check(function)?;
     let (batch, queries, q_width) = merged_dims(function, "q", q, n_heads)?;
@@ -168,7 +200,15 @@ fn separate_attention(
     }
     same_kind(function, ("q", q), ("k", k))?;
     same_kind(function, ("q", q), ("v", v))?;
-    let checked = Checked { function, batch, queries, keys, n_heads, n_kv_heads, dim, options, documents };
+    let sinks = sinks.map(Weight::in_graph).transpose()?;
+    let sinks = sinks.as_ref();
+    if let Some(sinks) = sinks {
+        same_kind(function, ("q", q), ("the sinks", sinks))?;
+        if sinks.dims() != [n_heads] {
+            bail!("{function}: the sinks must be [{n_heads}], one for each head, found {:?}", sinks.dims());
+        }
+    }
+    let checked = Checked { function, batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, sinks };
     computed(checked, &[q, k, v])
 }
 
@@ -190,7 +230,8 @@ fn packed_attention(
         );
     }
     let dim = head_dim(function, width / heads * n_heads, n_heads, n_kv_heads)?;
-    let checked = Checked { function, batch, queries, keys: queries, n_heads, n_kv_heads, dim, options, documents };
+    let keys = queries;
+    let checked = Checked { function, batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, sinks: None };
     computed(checked, &[qkv])
 }
 

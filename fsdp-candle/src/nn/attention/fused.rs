@@ -7,6 +7,8 @@
 //! `s_ij = cap t_ij` with `t_ij = tanh(scale q_i.k_j / cap)`, and `ds_ij` gets a factor `1 - t_ij^2`. Dropout
 //! multiplies `p_ij` by `m_ij` in the product with `v_j`, and `do_i.v_j` in backward; `do_i.o_i` does not change.
 //!
+//! Sinks change `L_i` and `o_i`: see `sinks`.
+//!
 //! Queries are processed in blocks of rows. A block's products cover the keys from its first query's first key to its
 //! last query's last key, so the only hidden scores that are computed lie in corners along the diagonal. Heads are read
 //! and written in place in `[batch, T, heads * head_dim]`, without a transpose.
@@ -24,6 +26,7 @@ use super::cuda;
 use super::documents::Documents;
 use super::engine::{AttentionDims, Engine};
 use super::options::AttentionOptions;
+use super::sinks::{after_sinks, with_sinks};
 use super::whole_keys::WholeKeys;
 use crate::activation_checkpoint::{Operation, operation};
 use crate::context_parallel::Positions;
@@ -45,6 +48,8 @@ pub(super) struct Checked<'a> {
     pub(super) dim: usize,
     pub(super) options: AttentionOptions,
     pub(super) documents: Option<&'a Documents>,
+    /// Scores that no key has, `[n_heads]`.
+    pub(super) sinks: Option<&'a Tensor>,
 }
 
 impl Checked<'_> {
@@ -77,10 +82,10 @@ impl Checked<'_> {
         operands: &[&Tensor],
         sharing: Option<&ProcessGroup>,
     ) -> Result<Tensor> {
-        let &Checked { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, .. } = self;
+        let &Checked { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, sinks, .. } = self;
         if !is_fused(operands[0]) {
             let [q, k, v] = self.separate(operands)?;
-            return composite(&q, &k, &v, n_heads, n_kv_heads, &options, positions, documents);
+            return composite(&q, &k, &v, n_heads, n_kv_heads, &options, positions, documents, sinks);
         }
         let probabilities = [batch, n_heads, queries, keys];
         let draw = || Mask::draw_at(options.dropout, &probabilities, positions);
@@ -101,10 +106,10 @@ impl Checked<'_> {
             mask,
         };
         match (cuda::engine(operands[0]), sharing) {
-            (Some(engine), None) => node(engine, dims, operands),
-            (Some(engine), Some(ranks)) => node(WholeKeys::new(engine, ranks, true), dims, operands),
-            (None, None) => node(Cpu, dims, operands),
-            (None, Some(ranks)) => node(WholeKeys::new(Cpu, ranks, false), dims, operands),
+            (Some(engine), None) => node(engine, dims, operands, sinks),
+            (Some(engine), Some(ranks)) => node(WholeKeys::new(engine, ranks, true), dims, operands, sinks),
+            (None, None) => node(Cpu, dims, operands, sinks),
+            (None, Some(ranks)) => node(WholeKeys::new(Cpu, ranks, false), dims, operands, sinks),
         }
     }
 }
@@ -115,22 +120,33 @@ pub(super) fn is_fused(tensor: &Tensor) -> bool {
 }
 
 /// Returns the attention as a node of the graph. Reuses the output that an activation checkpoint kept.
-fn node<E: Engine>(engine: E, dims: AttentionDims, operands: &[&Tensor]) -> Result<Tensor> {
+fn node<E: Engine>(engine: E, dims: AttentionDims, operands: &[&Tensor], sinks: Option<&Tensor>) -> Result<Tensor> {
     let out = [dims.batch, dims.queries, dims.n_heads * dims.dim];
-    operation(Operation::Attention, &out, |known| {
-        let kept = known.map(|(memory, log_sums)| Some((memory, log_sums.downcast::<E::LogSums>().ok()?)));
+    let mut of_sinks = None;
+    let y = operation(Operation::Attention, &out, |known| {
+        let kept = known.map(|(memory, log_sums)| Some((memory, log_sums.downcast::<Tensor>().ok()?)));
         let (memory, log_sums) = match kept.flatten() {
             Some(kept) => kept,
             None => {
-                let (memory, log_sums) = engine.forward(&dims, operands)?;
+                let computed = engine.forward(&dims, operands)?;
+                let (memory, log_sums) = match sinks {
+                    Some(sinks) => with_sinks(&dims, computed, sinks)?,
+                    None => computed,
+                };
                 (memory, Arc::new(log_sums))
             }
         };
         let kept = log_sums.clone();
         let name = if operands.len() == 1 { "attention_qkv" } else { "attention" };
+        let (of_node, sums) = (dims.clone(), log_sums.clone());
         let y = graph_op(name, operands, memory, &out, Reads::SourcesAndOutput, move |operands, out, d_out| {
-            engine.backward(&dims, operands, [out, d_out], &log_sums)
+            engine.backward(&of_node, operands, [out, d_out], &sums)
         })?;
+        of_sinks = Some(log_sums);
         Ok((y, kept))
-    })
+    })?;
+    match (sinks, of_sinks) {
+        (Some(sinks), Some(log_sums)) => after_sinks(dims, &y, log_sums, sinks),
+        _ => Ok(y),
+    }
 }

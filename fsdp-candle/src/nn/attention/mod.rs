@@ -15,6 +15,7 @@ mod engine;
 pub(super) mod functions;
 mod fused;
 pub(super) mod options;
+mod sinks;
 mod visible_keys;
 mod whole_keys;
 

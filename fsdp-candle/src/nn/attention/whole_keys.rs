@@ -60,10 +60,7 @@ impl<E: Engine> WholeKeys<E> {
 }
 
 impl<E: Engine> Engine for WholeKeys<E> {
-    /// Those of each part.
-    type LogSums = Vec<E::LogSums>;
-
-    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Self::LogSums)> {
+    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Tensor)> {
         let parts = self.parts(dims);
         let gather = |part: &Part| self.gather(part, dims, operands);
         let gathers = parts.iter().map(gather).collect::<Result<Vec<_>>>()?;
@@ -76,7 +73,7 @@ impl<E: Engine> Engine for WholeKeys<E> {
             outputs.push(Tensor::from_storage(output, shape, BackpropOp::none(), false));
             log_sums.push(sums);
         }
-        Ok((take(&joined(&outputs)?)?, log_sums))
+        Ok((take(&joined(&outputs, 2)?)?, joined(&log_sums, 1)?))
     }
 
     fn backward(
@@ -84,18 +81,19 @@ impl<E: Engine> Engine for WholeKeys<E> {
         dims: &AttentionDims,
         operands: &[&Tensor],
         outputs: [&Tensor; 2],
-        log_sums: &Self::LogSums,
+        log_sums: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
         let parts = self.parts(dims);
         let gather = |part: &Part| self.gather(part, dims, operands);
         let gathers = parts.iter().map(gather).collect::<Result<Vec<_>>>()?;
         let (mut d_q, mut reductions) = (vec![], vec![]);
-        for ((part, gather), sums) in parts.iter().zip(gathers).zip(log_sums) {
+        for (part, gather) in parts.iter().zip(gathers) {
+            let sums = log_sums.narrow(1, part.heads.start, part.heads.len())?.contiguous()?;
             let q = of_heads(operands, dims, 0, &part.heads)?;
             let of_part = outputs.map(|output| columns(output, 0, &part.heads, dims.dim));
             let [output, d_output] = of_part;
             let [k, v] = gather.wait()?;
-            let gradients = self.engine.backward(&part.dims, &[&q, &k, &v], [&output?, &d_output?], sums)?;
+            let gradients = self.engine.backward(&part.dims, &[&q, &k, &v], [&output?, &d_output?], &sums)?;
             let Ok([Some(q), Some(k), Some(v)]) = <[_; 3]>::try_from(gradients) else {
                 bail!("attention: an engine returned no gradient")
             };
@@ -103,8 +101,8 @@ impl<E: Engine> Engine for WholeKeys<E> {
             d_q.push(q);
         }
         let own = reductions.into_iter().map(Pending::wait).collect::<Result<Vec<_>>>()?;
-        let of_operand = |at: usize| joined(&own.iter().map(|sums| sums[at].clone()).collect::<Vec<_>>());
-        let own = [joined(&d_q)?, of_operand(0)?, of_operand(1)?];
+        let of_operand = |at: usize| joined(&own.iter().map(|sums| sums[at].clone()).collect::<Vec<_>>(), 2);
+        let own = [joined(&d_q, 2)?, of_operand(0)?, of_operand(1)?];
         match operands {
             [_] => Ok(vec![Some(Tensor::cat(&own, 2)?.contiguous()?)]),
             separate => own.iter().zip(separate).map(|(own, like)| own.reshape(like.shape()).map(Some)).collect(),
@@ -129,11 +127,11 @@ fn columns(x: &Tensor, first: usize, heads: &Range<usize>, dim: usize) -> Result
     x.detach().narrow(2, (first + heads.start) * dim, heads.len() * dim)?.contiguous()
 }
 
-/// Returns parts of the heads as one tensor.
-fn joined(parts: &[Tensor]) -> Result<Tensor> {
+/// Returns parts of the heads, which are along `dim`, as one tensor.
+fn joined(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     match parts {
         [whole] => Ok(whole.clone()),
-        parts => Tensor::cat(parts, 2)?.contiguous(),
+        parts => Tensor::cat(parts, dim)?.contiguous(),
     }
 }
 

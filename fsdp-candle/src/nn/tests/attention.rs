@@ -31,7 +31,7 @@ fn check_case(dtype: DType, (batch, queries, keys, heads, kv_heads, dim): Case, 
             || attention(&on(&q)?, &on(&k)?, &on(&v)?, heads, kv_heads, options)?.to_device(&Device::Cpu),
             || {
                 let wide = |t: &Var| t.to_dtype(DType::F64);
-                composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, heads, kv_heads, options, None, None)?.to_dtype(dtype)
+                composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, heads, kv_heads, options, None, None, None)?.to_dtype(dtype)
             },
         );
     }
@@ -111,7 +111,7 @@ fn kernels_for_tensor_cores_match_the_composite() {
             "attention on an odd address",
             &[&all],
             || attention(&shifted()?, &on()?, &shifted()?, 1, 1, &causal)?.to_device(&Device::Cpu),
-            || composite(&whole()?, &whole()?, &whole()?, 1, 1, &causal, None, None),
+            || composite(&whole()?, &whole()?, &whole()?, 1, 1, &causal, None, None, None),
         );
     }
     // In one tensor, and in documents.
@@ -132,7 +132,7 @@ fn kernels_for_tensor_cores_match_the_composite() {
                         };
                         y.to_device(&Device::Cpu)
                     },
-                    || composite(&part(0, 128)?, &part(128, 64)?, &part(192, 64)?, 2, 1, &causal, None, documents),
+                    || composite(&part(0, 128)?, &part(128, 64)?, &part(192, 64)?, 2, 1, &causal, None, documents, None),
                 );
             }
         }
@@ -161,7 +161,7 @@ fn the_composite_matches_loops() {
             want.extend((0..dim).map(|d| (0..keys).filter(sees).map(|j| weight(j) * v[j][d]).sum::<f64>() / total));
         }
         let want = Tensor::from_vec(want, (1, queries, dim), &Device::Cpu).unwrap();
-        let found = composite(&tensors[0], &tensors[1], &tensors[2], 1, 1, &options, None, None).unwrap();
+        let found = composite(&tensors[0], &tensors[1], &tensors[2], 1, 1, &options, None, None, None).unwrap();
         assert_close(&format!("{options:?}"), &found, &want, 1e-12);
     }
 }
@@ -193,6 +193,7 @@ fn attention_takes_separate_heads_and_views() {
                     &options,
                     None,
                     None,
+                    None,
                 )
             },
         );
@@ -216,7 +217,7 @@ fn fused_qkv_matches_the_composite() {
                         || {
                             let (q, kv) = (heads * 4, kv_heads * 4);
                             let (k, v) = (qkv.narrow(2, q, kv)?, qkv.narrow(2, q + kv, kv)?);
-                            composite(&qkv.narrow(2, 0, q)?, &k, &v, heads, kv_heads, &options, None, None)
+                            composite(&qkv.narrow(2, 0, q)?, &k, &v, heads, kv_heads, &options, None, None, None)
                         },
                     );
                 }
@@ -270,7 +271,7 @@ fn large_scores_stay_finite() {
         let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[1, 20, 8], DType::F32).as_detached_tensor());
         let options = AttentionOptions { softcap, ..AttentionOptions::causal(scale) };
         let y = attention(&q, &k, &v, 1, 1, &options).unwrap();
-        assert_close("peaked", &y, &composite(&q, &k, &v, 1, 1, &options, None, None).unwrap(), 1e-3);
+        assert_close("peaked", &y, &composite(&q, &k, &v, 1, 1, &options, None, None, None).unwrap(), 1e-3);
     }
 }
 
@@ -375,7 +376,7 @@ fn documents_match_separate_attention() {
                     };
                     check(&format!("composite, {what}, {:?}", device.location()), &vars, run, || {
                         let wide = |x: &Tensor| x.to_dtype(DType::F64);
-                        let y = composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, 4, 2, &options, None, Some(&documents))?;
+                        let y = composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, 4, 2, &options, None, Some(&documents), None)?;
                         y.to_dtype(dtype)
                     });
                 }
@@ -413,7 +414,7 @@ fn the_composite_separates_documents() {
     let documents = packed(&[&[2, 3]]);
     let q = Tensor::zeros((1, 5, 1), DType::F64, &Device::Cpu).unwrap();
     let v = Tensor::new(&[[[1f64], [3.], [10.], [20.], [60.]]], &Device::Cpu).unwrap();
-    let of = |options| composite(&q, &q, &v, 1, 1, &options, None, Some(&documents)).unwrap();
+    let of = |options| composite(&q, &q, &v, 1, 1, &options, None, Some(&documents), None).unwrap();
     let want = |values: [f64; 5]| Tensor::new(&values, &Device::Cpu).unwrap().reshape((1, 5, 1)).unwrap();
     assert_close("causal", &of(AttentionOptions::causal(1.)), &want([1., 2., 10., 15., 30.]), 1e-15);
     assert_close("both ways", &of(AttentionOptions::bidirectional(1.)), &want([2., 2., 30., 30., 30.]), 1e-15);

@@ -10,6 +10,7 @@ mod loss;
 mod mirror;
 #[cfg(feature = "cuda")]
 mod random_on_devices;
+mod sinks;
 mod swiglu;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
