@@ -48,17 +48,19 @@ fn plan_words<'a>(dtype: &'a str, checkpoint: &'a str) -> [&'a str; 7] {
 #[test]
 fn plans_count_launches() {
     let mut far = vec![];
-    for (config, dtype, checkpoint, seq, ranks, attention) in [
-        (LLAMA, "f32", "none", "128", 2, "own"),
-        (LLAMA, "bf16", "full", "512", 2, "own"),
+    for (config, dtype, checkpoint, seq, ranks, attention, experts) in [
+        (LLAMA, "f32", "none", "128", 2, "own", "1"),
+        (LLAMA, "bf16", "full", "512", 2, "own", "1"),
         // 3 ranks divide none of the matrices.
-        (LLAMA, "bf16", "full", "512", 3, "own"),
-        (HEADS_OF_64, "bf16", "none", "128", 2, "own"),
-        (HEADS_OF_64, "bf16", "full", "512", 2, "cudnn"),
-        (GPT2, "f32", "full", "512", 2, "own"),
-        (GPT2, "bf16", "none", "128", 2, "own"),
-        (EXPERTS, "f32", "none", "128", 2, "own"),
-        (EXPERTS, "bf16", "full", "128", 2, "own"),
+        (LLAMA, "bf16", "full", "512", 3, "own", "1"),
+        (HEADS_OF_64, "bf16", "none", "128", 2, "own", "1"),
+        (HEADS_OF_64, "bf16", "full", "512", 2, "cudnn", "1"),
+        (GPT2, "f32", "full", "512", 2, "own", "1"),
+        (GPT2, "bf16", "none", "128", 2, "own", "1"),
+        (EXPERTS, "f32", "none", "128", 2, "own", "1"),
+        (EXPERTS, "bf16", "full", "128", 2, "own", "1"),
+        (EXPERTS, "f32", "none", "128", 2, "own", "2"),
+        (EXPERTS, "bf16", "full", "128", 4, "own", "2"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), config).unwrap();
@@ -69,17 +71,19 @@ fn plans_count_launches() {
             launch.env("GPU_DOUBLE_REPORT", dir.path()).env(ATTENTION, attention);
             let words = ["step", "--device", "cuda", "--steps", steps, "--param-dtype", dtype, "--seq", seq];
             let checkpointing = (checkpoint == "full").then_some("--activation-checkpoint");
-            json(launch, &words.into_iter().chain(checkpointing).collect::<Vec<_>>(), dir.path());
+            let placed = ["--expert-parallel", experts];
+            json(launch, &words.into_iter().chain(checkpointing).chain(placed).collect::<Vec<_>>(), dir.path());
             Counts::of(dir.path(), ranks)[0].sum("operation", |_| true) as f64
         };
         let real = (launches_of("3") - launches_of("1")) / 2.;
         let mut words = [&plan_words(dtype, checkpoint)[..], &["--ranks-per-host", &count, "--seq", seq]].concat();
         words.extend((attention == "cudnn").then_some("--cudnn"));
+        words.extend(["--expert-parallel", experts]);
         let planned = json(Command::new(program("bench")), &words, dir.path());
         let planned = planned["time"]["launches"].as_f64().unwrap();
         let found = format!(
-            "{config}, {dtype}, checkpoint {checkpoint}, {ranks} ranks, {attention}: {planned} launches planned, {real} \
-             counted"
+            "{config}, {dtype}, checkpoint {checkpoint}, {ranks} ranks, {experts} of experts, {attention}: {planned} launches \
+             planned, {real} counted"
         );
         println!("{found}: {:.1} %", 100. * (planned / real - 1.));
         far.extend(((planned / real - 1.).abs() >= NEAR).then_some(found));

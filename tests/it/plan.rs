@@ -48,6 +48,9 @@ fn memory_matches_the_allocator() {
         (LLAMA, 2, "8", &sequence),
         (LLAMA, 4, "2", &tensor),
         (MIXTRAL, 2, "4", &[]),
+        (MIXTRAL, 2, "4", &["--expert-parallel", "2"]),
+        (MIXTRAL, 4, "2", &["--expert-parallel", "4"]),
+        (MIXTRAL, 4, "2", &["--expert-parallel", "2"]),
         (MIXTRAL, 2, "8", &tensor),
         (MIXTRAL, 2, "8", &sequence),
     ] {

@@ -149,8 +149,8 @@ pub use crate::adapter::{LoraConfig, is_adapter, without_adapters};
 pub use activation::{gelu, gelu_erf, silu, silu_mul};
 pub use attention::Documents;
 pub use attention::functions::{
-    attention, attention_in_documents, attention_library, attention_qkv, attention_qkv_in_documents, attention_with_sinks, causal_attention,
-    causal_attention_qkv,
+    attention, attention_in_documents, attention_library, attention_qkv, attention_qkv_in_documents,
+    attention_with_sinks, causal_attention, causal_attention_qkv,
 };
 pub use attention::options::AttentionOptions;
 pub use experts::{choose_experts, mixture_of_experts};

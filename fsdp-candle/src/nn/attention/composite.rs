@@ -54,7 +54,9 @@ pub(in crate::nn) fn composite(
         Some(sinks) => {
             let sinks = sinks.to_dtype(wide)?.reshape((1, n_heads, 1, 1))?;
             let sinks = sinks.broadcast_as((batch, n_heads, queries, 1))?;
-            softmax_composite(&Tensor::cat(&[&scores, &sinks], D::Minus1)?, D::Minus1)?.narrow(3, 0, keys)?.contiguous()?
+            softmax_composite(&Tensor::cat(&[&scores, &sinks], D::Minus1)?, D::Minus1)?
+                .narrow(3, 0, keys)?
+                .contiguous()?
         }
     };
     let weights = drop_probabilities(&weights, options.dropout, positions)?;

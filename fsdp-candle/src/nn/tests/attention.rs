@@ -31,7 +31,8 @@ fn check_case(dtype: DType, (batch, queries, keys, heads, kv_heads, dim): Case, 
             || attention(&on(&q)?, &on(&k)?, &on(&v)?, heads, kv_heads, options)?.to_device(&Device::Cpu),
             || {
                 let wide = |t: &Var| t.to_dtype(DType::F64);
-                composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, heads, kv_heads, options, None, None, None)?.to_dtype(dtype)
+                composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, heads, kv_heads, options, None, None, None)?
+                    .to_dtype(dtype)
             },
         );
     }
@@ -132,7 +133,19 @@ fn kernels_for_tensor_cores_match_the_composite() {
                         };
                         y.to_device(&Device::Cpu)
                     },
-                    || composite(&part(0, 128)?, &part(128, 64)?, &part(192, 64)?, 2, 1, &causal, None, documents, None),
+                    || {
+                        composite(
+                            &part(0, 128)?,
+                            &part(128, 64)?,
+                            &part(192, 64)?,
+                            2,
+                            1,
+                            &causal,
+                            None,
+                            documents,
+                            None,
+                        )
+                    },
                 );
             }
         }
@@ -376,7 +389,17 @@ fn documents_match_separate_attention() {
                     };
                     check(&format!("composite, {what}, {:?}", device.location()), &vars, run, || {
                         let wide = |x: &Tensor| x.to_dtype(DType::F64);
-                        let y = composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, 4, 2, &options, None, Some(&documents), None)?;
+                        let y = composite(
+                            &wide(&q)?,
+                            &wide(&k)?,
+                            &wide(&v)?,
+                            4,
+                            2,
+                            &options,
+                            None,
+                            Some(&documents),
+                            None,
+                        )?;
                         y.to_dtype(dtype)
                     });
                 }

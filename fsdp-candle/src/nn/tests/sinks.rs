@@ -54,9 +54,8 @@ fn sinks_match_a_further_score() {
 fn bad_sinks_are_refused() {
     let zeros = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu).unwrap();
     let q = zeros(&[1, 3, 8], DType::F32);
-    let with = |sinks: &Tensor| {
-        message(attention_with_sinks(&q, &q, &q, 2, 2, &AttentionOptions::causal(1.), None, sinks))
-    };
+    let with =
+        |sinks: &Tensor| message(attention_with_sinks(&q, &q, &q, 2, 2, &AttentionOptions::causal(1.), None, sinks));
     let error = with(&zeros(&[3], DType::F32));
     assert!(error.contains("attention_with_sinks: the sinks must be [2], one for each head, found [3]"), "{error}");
     let error = with(&zeros(&[2], DType::F64));

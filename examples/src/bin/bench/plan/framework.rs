@@ -87,7 +87,9 @@ impl Framework {
                     false => 0.,
                 };
                 let stream = (1. + norms) * residual + whole;
-                e * (stream + attention + within + chosen) + statistics
+                // The rows that this rank's experts get, and the outputs that come back, in two orders and weighted.
+                let dispatched = 4. * layer.dispatched;
+                e * (stream + attention + within + chosen + dispatched) + statistics
             }
             Framework::Pytorch => {
                 let norm = match layer.norm {
@@ -135,7 +137,7 @@ impl Framework {
                     false => 0.,
                 };
                 let own = 2. * norms * residual + 2. * residual + 2. * heads * (rotary + head_norms);
-                sums + e * (own + activation * within + experts)
+                sums + e * (own + activation * within + experts + 6. * layer.dispatched)
             }
             // Norms and rotary embeddings compute in f32, one operation at a time.
             Framework::Pytorch => {

@@ -161,6 +161,8 @@ pub(super) struct Mesh {
     pub(super) context: usize,
     /// Neighbouring ranks that compute each layer together.
     pub(super) tensor: usize,
+    /// Those that have different experts.
+    pub(super) expert: usize,
     /// Number of replicas.
     pub(super) replicate: usize,
 }
@@ -202,6 +204,16 @@ impl Ring {
         Ring::of_every(mesh, links, ranks, mesh.tensor)
     }
 
+    /// Creates a ring of the ranks that have different experts.
+    pub(super) fn of_experts(mesh: &Mesh, links: &Links) -> Self {
+        Ring::of_every(mesh, links, mesh.expert, mesh.context * mesh.tensor)
+    }
+
+    /// Creates a ring of the ranks that hold shards of the same expert.
+    pub(super) fn of_expert(mesh: &Mesh, links: &Links) -> Self {
+        Ring::of_every(mesh, links, mesh.shard / mesh.expert, mesh.tensor * mesh.expert)
+    }
+
     /// Creates a ring of the ranks that share a sequence.
     pub(super) fn of_sequence(mesh: &Mesh, links: &Links) -> Self {
         Ring::of_every(mesh, links, mesh.context, mesh.tensor)
@@ -229,6 +241,17 @@ impl Ring {
     pub(super) fn gather(&self, bytes: f64) -> f64 {
         let hops = self.ranks - 1.;
         hops * self.latency + bytes * hops / self.ranks / self.rate
+    }
+
+    /// Returns the number of ranks.
+    pub(super) fn ranks(&self) -> f64 {
+        self.ranks
+    }
+
+    /// Returns the bytes that a rank sends in an all-gather or a reduce-scatter of `bytes`, or if it has `bytes` for all
+    /// ranks.
+    pub(super) fn sent(&self, bytes: f64) -> f64 {
+        bytes * (self.ranks - 1.) / self.ranks
     }
 
     /// Returns the seconds of an all-reduce of `bytes`.
@@ -281,7 +304,15 @@ mod tests {
 
     #[test]
     fn slowest_link_bounds_a_ring() {
-        let mesh = |hosts, shard, replicate| Mesh { ranks_per_host: 8, hosts, shard, context: 1, tensor: 1, replicate };
+        let mesh = |hosts, shard, replicate| Mesh {
+            ranks_per_host: 8,
+            hosts,
+            shard,
+            context: 1,
+            tensor: 1,
+            expert: 1,
+            replicate,
+        };
         let rate = |mesh: Mesh| Ring::of_shards(&mesh, &LINKS, mesh.shard).rate;
         assert_eq!(rate(mesh(1, 8, 1)), 100.);
         assert_eq!(rate(mesh(4, 8, 4)), 100.);
@@ -300,7 +331,7 @@ mod tests {
 
     #[test]
     fn ring_transfers_all_but_one_share() {
-        let mesh = Mesh { ranks_per_host: 4, hosts: 1, shard: 4, context: 1, tensor: 1, replicate: 1 };
+        let mesh = Mesh { ranks_per_host: 4, hosts: 1, shard: 4, context: 1, tensor: 1, expert: 1, replicate: 1 };
         let ring = Ring::of_shards(&mesh, &LINKS, 4);
         assert_eq!(ring.gather(400.), 3. * 0.5 + 3.);
         assert_eq!(ring.all_reduce(400.), 9.);

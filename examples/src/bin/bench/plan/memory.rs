@@ -106,7 +106,7 @@ fn cast_shards(setup: &Setup) -> f64 {
 fn largest_collective(setup: &Setup) -> f64 {
     let Setup { model, compute, .. } = *setup;
     let outside = [model.root.parameters - setup.own_embedding(), setup.own_embedding()];
-    let blocks = model.layers.iter().map(|layer| layer.parameters);
+    let blocks = model.layers.iter().map(Layer::gathered);
     let of_gradients = setup.gradient().map_or(0., |_| setup.reduce.bytes());
     compute.bytes().max(of_gradients) * outside.into_iter().chain(blocks).fold(0., f64::max)
 }
@@ -152,8 +152,8 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         ReshardAfterForward::To(ranks) => e * parameters / ranks as f64,
         ReshardAfterForward::Default | ReshardAfterForward::Always => 0.,
     };
-    let stays = |layer: &Layer| stay(layer.parameters);
-    let comes = |layer: &Layer| (e + encoded) * layer.parameters - stays(layer);
+    let stays = |layer: &Layer| stay(layer.gathered());
+    let comes = |layer: &Layer| (e + encoded) * layer.gathered() - stays(layer);
     // The root, or the unit of the head.
     let last = root.parameters - setup.own_embedding();
     let all_stay = stay(setup.own_embedding()) + layers.iter().map(stays).sum::<f64>();
@@ -200,7 +200,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             gathered: in_root + staying + comes(layer) + next(before),
             unreduced: pending
                 + waiting(setup, layer)
-                + sent(setup, layers.get(i + 1).map_or(of_head, |after| after.parameters)),
+                + sent(setup, layers.get(i + 1).map_or(of_head, Layer::gathered)),
             activations: kept(i + 1),
             // The keys and values of all ranks, their gradients, and a copy in another order.
             working: tokens * again.max(0.) + backward(setup, layer) + 5. * setup.whole_keys(layer),
@@ -215,7 +215,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         gathered: in_root + staying,
         unreduced: setup.gradient().map_or(0., |it| it.bytes().max(reduce.bytes()))
             * if setup.has_root() { root.parameters } else { setup.own_embedding() }
-            + sent(setup, layers.first().map_or(of_head, |after| after.parameters)),
+            + sent(setup, layers.first().map_or(of_head, Layer::gathered)),
         activations: rotary,
         ..base
     });
@@ -246,5 +246,5 @@ fn sent(setup: &Setup, parameters: f64) -> f64 {
 fn waiting(setup: &Setup, layer: &Layer) -> f64 {
     let Some(gradient) = setup.gradient() else { return 0. };
     let packed = if gradient == setup.reduce || setup.mesh.shard == 1 { 0. } else { setup.reduce.bytes() };
-    (gradient.bytes() + packed) * layer.parameters
+    (gradient.bytes() + packed) * layer.gathered()
 }

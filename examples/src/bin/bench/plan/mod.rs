@@ -69,6 +69,9 @@ pub(crate) struct Args {
     /// Neighbouring ranks that compute each layer together on the same batch (decoders only).
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16), help_heading = "Mesh")]
     tensor_parallel: usize,
+    /// Ranks that have different experts, to which tokens are sent (mixtures of experts only).
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16), help_heading = "Mesh")]
+    expert_parallel: usize,
     /// With --tensor-parallel: also split sequences.
     #[arg(long, help_heading = "Mesh")]
     sequence_parallel: bool,
@@ -177,9 +180,12 @@ fn models(args: &Args) -> anyhow::Result<(Models, usize)> {
     let seq = args.seq.unwrap_or(config.max_positions().min(USUAL_SEQ));
     let ranks = TensorRanks { count: args.tensor_parallel, sequence: args.sequence_parallel };
     parallel::check(&config, ranks.count)?;
+    parallel::check_experts(&config, args.expert_parallel)?;
     let context = || format!("in {}", args.model.display());
     let whole = Model::new(&config, seq).with_context(context)?;
-    Ok((Models { whole, part: Model::of_rank(&config, seq, ranks).with_context(context)? }, seq))
+    let mut part = Model::of_rank(&config, seq, ranks).with_context(context)?;
+    part.place_experts(args.expert_parallel);
+    Ok((Models { whole, part }, seq))
 }
 
 fn config(path: &Path) -> anyhow::Result<ModelConfig> {
@@ -209,6 +215,7 @@ fn setup<'a>(args: &Args, models: &'a Models, seq: usize) -> anyhow::Result<Setu
         shard: (ranks / args.replicate / args.tensor_parallel).max(1),
         context: args.context_parallel,
         tensor: args.tensor_parallel,
+        expert: args.expert_parallel,
         replicate: args.replicate,
     };
     let setup = Setup {

@@ -10,8 +10,14 @@ use fsdp_train::models::config::{BertConfig, DecoderConfig, Gpt2Config};
 pub(super) struct Layer {
     /// Parameters.
     pub(super) parameters: f64,
-    /// Parameter tensors.
+    /// Parameter tensors, without those of other ranks' experts.
     pub(super) tensors: f64,
+    /// Parameters of the experts that this rank gathers, a part of `parameters`.
+    pub(super) own_experts: f64,
+    /// Parameters of the experts that are on other ranks, a part of `parameters`.
+    pub(super) other_experts: f64,
+    /// Elements of the tokens that are sent to experts on other ranks or received, in each of four exchanges.
+    pub(super) dispatched: f64,
     /// Width of the residual stream.
     pub(super) width: f64,
     /// Width of a rank's part of the residual stream. Smaller if tensor-parallel ranks split sequences.
@@ -58,7 +64,7 @@ pub(super) struct Mlp {
     pub(super) linears: f64,
     /// Number of MLPs that a token passes.
     pub(super) times: f64,
-    /// Number of experts, or 0.
+    /// Number of experts of this rank, or 0.
     pub(super) experts: f64,
 }
 
@@ -204,6 +210,22 @@ impl Model {
         }
     }
 
+    /// Spreads the experts over `ranks` ranks.
+    pub(super) fn place_experts(&mut self, ranks: usize) {
+        if ranks == 1 {
+            return;
+        }
+        for layer in self.layers.iter_mut().filter(|layer| layer.mlp.experts > 0.) {
+            let experts = layer.own_experts;
+            layer.own_experts = experts / ranks as f64;
+            layer.other_experts = experts - layer.own_experts;
+            layer.dispatched = layer.mlp.times * layer.width;
+            let others = layer.mlp.experts * (1. - 1. / ranks as f64);
+            layer.mlp.experts -= others;
+            layer.tensors -= others * layer.mlp.linears;
+        }
+    }
+
     /// Reads the sizes of a model for sequences of `seq` tokens.
     pub(super) fn new(config: &ModelConfig, seq: usize) -> anyhow::Result<Self> {
         let count = match config {
@@ -270,6 +292,11 @@ impl Model {
 }
 
 impl Layer {
+    /// Returns the parameters that this rank gathers.
+    pub(super) fn gathered(&self) -> f64 {
+        self.parameters - self.other_experts
+    }
+
     /// Returns the elements per token of the widest output of a matrix product.
     pub(super) fn widest(&self) -> f64 {
         self.linears.iter().map(|linear| linear.outputs * linear.times).fold(0., f64::max)
@@ -308,6 +335,9 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
     Layer {
         parameters: 0.,
         tensors: 0.,
+        own_experts: count * (inputs.iter().sum::<f64>() + inner) * width,
+        other_experts: 0.,
+        dispatched: 0.,
         width,
         residual: width,
         exchanged: 0.,
@@ -355,6 +385,9 @@ fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: 
     Layer {
         parameters: 0.,
         tensors: 0.,
+        own_experts: 0.,
+        other_experts: 0.,
+        dispatched: 0.,
         width,
         residual: width,
         exchanged: 0.,

@@ -119,6 +119,10 @@ pub(super) const LAUNCH: f64 = 5e-6;
 /// softmax, the choice and the weights of experts, and the experts.
 const MIXTURE: [f64; 2] = [20., 70.];
 
+/// Further launches where experts are on several ranks: the exchanges, rows in the order of the experts and back, and the
+/// weighted sums.
+const DISPATCH: [f64; 2] = [0., 0.];
+
 /// Returns the launches of a block in a step: kernels, matrix products, copies, fills and collectives. The terms were
 /// counted on the device double, which is within 3 % of them (`tests/device/plan.rs`).
 pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
@@ -128,7 +132,11 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
     let is_mixture = Framework::OnDevice.is_one_operation(mlp);
     let copies = if is_mixture { 0. } else { mlp.experts.max(1.) };
     let of_experts = if is_mixture { mlp.experts * mlp.linears } else { 0. };
-    let [mixture, mixture_back] = if is_mixture { MIXTURE } else { [0., 0.] };
+    let [mixture, mixture_back] = match (is_mixture, layer.dispatched > 0.) {
+        (true, false) => MIXTURE,
+        (true, true) => [MIXTURE[0] + DISPATCH[0], MIXTURE[1] + DISPATCH[1]],
+        (false, _) => [0., 0.],
+    };
     let joined = of_experts / 2.;
     let once = layer.linears.len() as f64 - mlp.linears;
     let linears = once + copies * mlp.linears;

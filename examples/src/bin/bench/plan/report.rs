@@ -76,6 +76,14 @@ fn head(to: &mut String, report: &Report, setup: &Setup) -> std::fmt::Result {
         mesh.shard,
         if mesh.tensor == 1 { "ranks".into() } else { format!("groups of {} ranks", mesh.tensor) }
     )?;
+    if mesh.expert > 1 {
+        writeln!(
+            to,
+            "The experts of a layer are on {} ranks, each sharded over {}",
+            mesh.expert,
+            mesh.shard / mesh.expert
+        )?;
+    }
     writeln!(
         to,
         "{} {} x {} tokens per step. reshard_after_forward: {}",
@@ -151,6 +159,7 @@ fn time(to: &mut String, report: &Report) -> std::fmt::Result {
         time.communication,
         hidden.max(0.)
     )?;
+    writeln!(to, "  A rank sends {:.2} GiB.", time.sent / GIB)?;
     if time.launches > 0. {
         let bound = if time.launching < time.step { "" } else { ", which bound the step" };
         writeln!(to, "  The host makes {:.0} launches in {:.4} s{bound}.", time.launches, time.launching)?;

@@ -129,7 +129,7 @@ impl Setup<'_> {
 
     /// Fails if the setup is not possible.
     pub(super) fn check(&self) -> anyhow::Result<()> {
-        let Mesh { shard, replicate, context, tensor, ranks_per_host, hosts } = self.mesh;
+        let Mesh { shard, replicate, context, tensor, expert, ranks_per_host, hosts } = self.mesh;
         let parts = match tensor {
             1 => format!("--replicate {replicate}"),
             _ => format!("--replicate {replicate} times --tensor-parallel {tensor}"),
@@ -142,6 +142,15 @@ impl Setup<'_> {
         ensure!(
             shard.is_multiple_of(context),
             "--context-parallel {context} must divide the {shard} ranks that a replica is sharded over"
+        );
+        ensure!(
+            (shard / context).is_multiple_of(expert),
+            "--expert-parallel {expert} must divide the {} ranks that shard a replica and read different data",
+            shard / context
+        );
+        ensure!(
+            expert == 1 || self.framework != Framework::Pytorch,
+            "--expert-parallel is not planned with --framework pytorch: leave out one of them"
         );
         ensure!(
             context == 1 || self.framework != Framework::Pytorch,
@@ -212,8 +221,8 @@ const ALIKE: f64 = 0.005;
 pub(super) fn best(setup: &Setup, top: usize) -> Vec<Choice> {
     let ranks = setup.mesh.ranks() / setup.mesh.tensor;
     let mut choices = vec![];
-    let context = setup.mesh.context;
-    for shard in (1..=ranks).filter(|shard| ranks.is_multiple_of(*shard) && shard.is_multiple_of(context)) {
+    let parts = setup.mesh.context * setup.mesh.expert;
+    for shard in (1..=ranks).filter(|shard| ranks.is_multiple_of(*shard) && shard.is_multiple_of(parts)) {
         let mesh = Mesh { shard, replicate: ranks / shard, ..setup.mesh };
         // Shards within a host, or within half of a replica.
         let parts = [setup.mesh.ranks_per_host / setup.mesh.tensor, shard / 2].map(ReshardAfterForward::To);

@@ -21,6 +21,8 @@ pub(super) struct Time {
     pub(super) communication: f64,
     /// Time in which compute waits for collectives.
     pub(super) exposed: f64,
+    /// Bytes that a rank sends.
+    pub(super) sent: f64,
     /// Number of launches, on a device.
     pub(super) launches: f64,
     /// Time in which the host launches them. A step takes at least as long.
@@ -70,6 +72,8 @@ pub(super) struct Unit {
     pub(super) hidden: f64,
     /// Time in which compute waits for the unit's other collectives.
     pub(super) exposed: f64,
+    /// Bytes that a rank sends.
+    pub(super) sent: f64,
 }
 
 impl Unit {
@@ -104,6 +108,7 @@ pub(super) fn of(setup: &Setup) -> Time {
         optimizer,
         communication: units.iter().map(Unit::communication).sum::<f64>() + exchanges,
         exposed: units.iter().map(|unit| unit.exposed).sum::<f64>() + exchanges,
+        sent: units.iter().map(|unit| unit.sent).sum(),
         launches,
         launching,
         tokens_per_s_per_rank: tokens / step,
@@ -168,20 +173,31 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     let over_layer = Ring::of_layer(mesh, links);
     let over_sequence = Ring::of_sequence(mesh, links);
     let over_replicas = Ring::of_replicas(mesh, links);
+    let (over_experts, over_expert) = (Ring::of_experts(mesh, links), Ring::of_expert(mesh, links));
     let [of_block, of_root] = setup.stored().map(|stored| if setup.base.is_some() { stored.min(e) } else { e });
     let reduce = setup.trained() * reduce;
-    let communication = |parameters: f64, e: f64, kept: bool| Unit {
-        gather_forward: over_shards.gather(e * parameters),
-        gather_backward: match setup.reshard {
-            _ if kept => 0.,
-            ReshardAfterForward::Never => 0.,
-            ReshardAfterForward::To(ranks) => Ring::of_shards(mesh, links, ranks).gather(e * parameters),
-            ReshardAfterForward::Default | ReshardAfterForward::Always => over_shards.gather(e * parameters),
-        },
-        reduce_scatter: over_shards.gather(reduce * parameters),
-        all_reduce: over_replicas.all_reduce(reduce * parameters / mesh.shard as f64),
-        ..Unit::default()
+    // Of parameters that a ring shards.
+    let of_ring = |ring: &Ring, parameters: f64, e: f64, kept: bool| {
+        let again = match setup.reshard {
+            _ if kept => None,
+            ReshardAfterForward::Never => None,
+            ReshardAfterForward::To(ranks) => Some(Ring::of_shards(mesh, links, ranks)),
+            ReshardAfterForward::Default | ReshardAfterForward::Always => Some(*ring),
+        };
+        let again = again.as_ref();
+        let own = reduce * parameters / ring.ranks();
+        Unit {
+            gather_forward: ring.gather(e * parameters),
+            gather_backward: again.map_or(0., |again| again.gather(e * parameters)),
+            reduce_scatter: ring.gather(reduce * parameters),
+            all_reduce: over_replicas.all_reduce(own),
+            sent: ring.sent((e + reduce) * parameters)
+                + again.map_or(0., |again| again.sent(e * parameters))
+                + 2. * over_replicas.sent(own),
+            ..Unit::default()
+        }
     };
+    let communication = |parameters: f64, e: f64, kept: bool| of_ring(&over_shards, parameters, e, kept);
     // Head, loss and last norm. The embedding copies rows.
     let (tokens, root) = (setup.tokens(), &model.root);
     let logits = setup.framework.logits(root, setup.compute, setup.gradient(), tokens);
@@ -204,6 +220,8 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
         exchange: 2. * ends,
         ..communication
     };
+    let of_ends = 4. * over_layer.sent(e * tokens * root.width);
+    let of_head = |communication: Unit| Unit { sent: communication.sent + of_ends, ..of_head(communication) };
     let mut units = vec![match setup.has_root() {
         true => {
             let stays = matches!(setup.reshard, ReshardAfterForward::Default | ReshardAfterForward::Never);
@@ -225,13 +243,28 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
         let [in_forward, back] = attention(setup, layer).map(|attention| exposed(setup.framework, keys, attention));
         let forwards = if setup.checkpoint == Checkpoint::Full { 2. } else { 1. };
         let waits = forwards * in_forward + 2. * back;
-        let (exchange, in_backward) = (exchange + in_forward, in_backward + waits - in_forward);
+        // Tokens and outputs, and the gradients of both.
+        let dispatch = 2. * over_experts.gather(e * tokens * layer.dispatched);
+        let exchange = exchange + in_forward + dispatch;
+        let in_backward = in_backward + waits - in_forward + forwards * dispatch;
+        let dense = communication(layer.gathered() - layer.own_experts, of_block, false);
+        let experts = of_ring(&over_expert, layer.own_experts, of_block, false);
+        let sums = 1. + if setup.checkpoint == Checkpoint::None { 1. } else { 2. };
         units.push(Unit {
             forward: forward.total() + exchange,
             backward: backward.total() + in_backward,
             exchange: exchange + in_backward,
             hidden: (forwards + 2.) * keys - waits,
-            ..communication(layer.parameters, of_block, false)
+            gather_forward: dense.gather_forward + experts.gather_forward,
+            gather_backward: dense.gather_backward + experts.gather_backward,
+            reduce_scatter: dense.reduce_scatter + experts.reduce_scatter,
+            all_reduce: dense.all_reduce + experts.all_reduce,
+            sent: dense.sent
+                + experts.sent
+                + 2. * sums * over_layer.sent(e * tokens * layer.exchanged)
+                + 2. * (forwards + 2.) * over_sequence.sent(setup.whole_keys(layer))
+                + 2. * (forwards + 1.) * over_experts.sent(e * tokens * layer.dispatched),
+            ..Unit::default()
         });
     }
     if !setup.has_root() {
