@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe", "deepseek_v2"]
-FAMILIES += ["deepseek_v3", "gpt2", "bert"]
+FAMILIES += ["deepseek_v3", "gpt_oss", "gpt2", "bert"]
 # Keys of loading and of the hub, which no file has.
 CALLS = {"name_or_path", "commit_message", "repo_id", "token", "revision", "local_files_only", "cache_dir"}
 CALLS |= {"force_download", "proxies", "trust_remote_code", "subfolder", "gguf_file", "return_unused_kwargs"}

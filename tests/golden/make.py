@@ -15,7 +15,7 @@ import warnings
 import numpy
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, DeepseekV2Config, DeepseekV3Config
-from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, MixtralConfig, Phi3Config
+from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, MixtralConfig, Phi3Config
 from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCABULARY = 131
@@ -160,10 +160,21 @@ DEEPSEEK = {
         rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
     ),
 }
+# Sinks, biases of routers and experts, and limits that the projections reach.
+GPT_OSS = {
+    "gpt_oss_tiny": GptOssConfig(
+        **SIZES | EXPERTS | {"intermediate_size": 11},
+        num_local_experts=5,
+        sliding_window=8,
+        swiglu_alpha=1.3,
+        swiglu_limit=1.5,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+}
 # Later additions have later seeds.
 SEEDS = {name: seed for seed, name in enumerate([*sorted(CONFIGS), *sorted(MASKED), *PARALLEL])}
 # With these, no two scores between which a router chooses are nearer than 5e-5, so that rounding changes no choice.
-SEEDS |= {"deepseek_v2_tiny": 28, "deepseek_v3_tiny": 37}
+SEEDS |= {"deepseek_v2_tiny": 28, "deepseek_v3_tiny": 37, "gpt_oss_tiny": 40}
 
 
 def tokens():
@@ -186,10 +197,10 @@ def examples():
 def make(name, out):
     torch.manual_seed(SEEDS[name])
     kind = AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
-    model = kind.from_config((CONFIGS | MASKED | PARALLEL | DEEPSEEK)[name], dtype=torch.float32)
+    model = kind.from_config((CONFIGS | MASKED | PARALLEL | DEEPSEEK | GPT_OSS)[name], dtype=torch.float32)
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
-            if "norm" in tensor_name.lower() or tensor_name.endswith("bias"):
+            if "norm" in tensor_name.lower() or tensor_name.endswith(("bias", "sinks")):
                 tensor += 0.2 * torch.randn_like(tensor)
         # Biases of a choice are buffers.
         for tensor_name, tensor in model.named_buffers():

@@ -41,7 +41,7 @@ MODELS = ["llama_tiny", "gpt2_tiny"]
 # The models of make.py. A step has six sequences, for one, two or three ranks.
 FAMILIES = ["llama3_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma2_tiny", "gemma3_text_tiny", "phi3_tiny"]
 FAMILIES += ["mixtral_tiny", "qwen3_moe_tiny", "bert_tiny", "llama_tp_tiny", "llama_tp_tied_tiny"]
-FAMILIES += ["deepseek_v2_tiny", "deepseek_v3_tiny"]
+FAMILIES += ["deepseek_v2_tiny", "deepseek_v3_tiny", "gpt_oss_tiny"]
 # Masked language models: the seed, the share of chosen tokens, and the mask token.
 MASKED = ["bert_tiny"]
 SEED, SHARE, MASK = 42, 0.15, 131

@@ -27,7 +27,7 @@ fn assert_near(ours: &Trajectory, want: &Trajectory, about: &str) {
     assert!(difference.is_within(NEAR), "{about}: {difference:?}");
 }
 
-const FAMILIES: [&str; 14] = [
+const FAMILIES: [&str; 15] = [
     "llama",
     "llama3",
     "mistral",
@@ -40,6 +40,7 @@ const FAMILIES: [&str; 14] = [
     "qwen3_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "gpt_oss",
     "gpt2",
     "bert",
 ];
@@ -69,7 +70,8 @@ fn recorded_runs_of_pytorch_are_reproduced() {
         let name = format!("{name}_tiny");
         let sequences = if golden(&name).join("tokens.bin").exists() { 4 } else { 6 };
         // The balance of experts is that of each reader's batch.
-        let (ranks, readers) = if ["mixtral_tiny", "qwen3_moe_tiny"].contains(&&*name) { (4, 2) } else { (2, 1) };
+        let (ranks, readers) =
+            if ["mixtral_tiny", "qwen3_moe_tiny", "gpt_oss_tiny"].contains(&&*name) { (4, 2) } else { (2, 1) };
         let dir = tempfile::tempdir().unwrap();
         let flags = format!("--context-parallel 2 --batch-size {}", sequences / readers);
         train_golden(&name, ranks, &flags, dir.path()).ok();

@@ -17,7 +17,7 @@ const NEAR: Difference = Difference { loss: 2e-5, grad_norm: 2e-5 };
 
 #[test]
 fn recorded_runs_of_mixtures_are_reproduced() {
-    for name in ["mixtral_tiny", "qwen3_moe_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny"] {
+    for name in ["mixtral_tiny", "qwen3_moe_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny", "gpt_oss_tiny"] {
         for ranks in [2, 3] {
             // Where the loss has the balance of each rank's experts, each number of ranks has a recorded run.
             let run = match ranks == 2 || name.starts_with("deepseek") {
@@ -66,6 +66,9 @@ fn settings_train_as_without_expert_parallelism() {
         ("deepseek_v3_tiny", 4, 2, "--grad-accum 2 --batch-size 1", NEAR),
         ("deepseek_v3_tiny", 4, 2, "--replicate 2 --lora-rank 3 --lora-targets all-linear --lr 1e-2", NEAR),
         ("deepseek_v3_tiny", 2, 2, &sft, NEAR),
+        ("gpt_oss_tiny", 4, 4, "--activation-checkpoint full", NEAR),
+        ("gpt_oss_tiny", 4, 2, "--replicate 2 --lora-rank 3 --lora-targets all-linear --lr 1e-2", NEAR),
+        ("gpt_oss_tiny", 2, 2, "--grad-accum 2 --batch-size 2", NEAR),
         ("qwen3_moe_tiny", 4, 2, &dpo, NEAR),
         ("mixtral_tiny", 4, 2, "--base nf4 --lora-rank 3 --lora-targets all-linear --lr 1e-2", NEAR),
         // Codes have a scale for each shard, and other ranks have other shards.
@@ -124,6 +127,8 @@ fn experts_live_on_ranks_beside_other_parallelism() {
         ("qwen3_moe_even", 8, "--context-parallel 2 --tensor-parallel 2"),
         ("deepseek_v2_tiny", 4, "--context-parallel 2"),
         ("deepseek_v3_even", 4, "--tensor-parallel 2 --sequence-parallel"),
+        ("gpt_oss_tiny", 4, "--context-parallel 2"),
+        ("gpt_oss_even", 4, "--tensor-parallel 2 --sequence-parallel"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let model = dir.path().join("model");
@@ -131,7 +136,7 @@ fn experts_live_on_ranks_beside_other_parallelism() {
         copy_golden(&recorded, &model);
         if name.ends_with("even") {
             for (from, to) in [
-                ("\"moe_intermediate_size\": 11", "\"moe_intermediate_size\": 12"),
+                ("intermediate_size\": 11", "intermediate_size\": 12"),
                 ("\"intermediate_size\": 43", "\"intermediate_size\": 44"),
                 ("\"vocab_size\": 131", "\"vocab_size\": 132"),
             ] {

@@ -123,10 +123,12 @@ fn padding_rows() {
 
 #[test]
 fn families_with_experts() {
-    for (name, alone) in
-        [("mixtral_tiny", true), ("qwen3_moe_tiny", true), ("deepseek_v2_tiny", false), ("deepseek_v3_tiny", false)]
-    {
-        family(name, alone);
+    for name in ["mixtral_tiny", "qwen3_moe_tiny", "gpt_oss_tiny"] {
+        family(name, true);
+    }
+    // Their loss has no balance.
+    for name in ["deepseek_v2_tiny", "deepseek_v3_tiny"] {
+        family(name, false);
     }
 }
 

@@ -27,7 +27,7 @@ use crate::network::two_hosts;
 const LIMIT: Duration = Duration::from_secs(600);
 const MODELS: [&str; 2] = ["llama_tiny", "gpt2_tiny"];
 /// Models of `tests/golden/make.py`.
-const FAMILIES: [&str; 14] = [
+const FAMILIES: [&str; 15] = [
     "llama3_tiny",
     "mistral_tiny",
     "qwen2_tiny",
@@ -39,6 +39,7 @@ const FAMILIES: [&str; 14] = [
     "qwen3_moe_tiny",
     "deepseek_v2_tiny",
     "deepseek_v3_tiny",
+    "gpt_oss_tiny",
     "bert_tiny",
     "llama_tp_tiny",
     "llama_tp_tied_tiny",
@@ -361,7 +362,7 @@ fn transformers_has_the_logits_of_trained_mixtures() {
     let ids: Vec<u32> =
         fs::read(&tokens).unwrap().chunks(2).map(|id| u16::from_le_bytes([id[0], id[1]]).into()).collect();
     let mut compared = vec![];
-    for name in ["qwen3_moe_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny"] {
+    for name in ["qwen3_moe_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny", "gpt_oss_tiny"] {
         let dir = dir.path().join(name);
         fs::create_dir(&dir).unwrap();
         let flags = "--batch-size 2 --steps 10 --expert-parallel 4 --checkpoint-dir saved";
@@ -374,7 +375,7 @@ fn transformers_has_the_logits_of_trained_mixtures() {
     }
     let printed = script("interop/logits.py", &compared);
     println!("{printed}");
-    assert_eq!(printed.matches("ok  ").count(), 3, "{printed}");
+    assert_eq!(printed.matches("ok  ").count(), 4, "{printed}");
 }
 
 /// Returns the logits of a model in a directory for four sequences.

@@ -1,18 +1,22 @@
 //! Attention of decoders, with separate or fused projections.
 
 use candle_core::{Module, Result, Tensor};
-use candle_nn::VarBuilder;
+use candle_nn::{Init, VarBuilder};
 use fsdp_candle::nn::{self, AttentionOptions, Documents, Linear};
 
 use crate::models::config::DecoderConfig;
 use crate::models::layers::{ModelDropout, linear};
 use crate::models::norm::Norm;
+use crate::models::parallel::TensorParallel;
 use crate::models::rotary::{RotaryEmbedding, RotaryTables};
 
 pub(super) struct Attention {
     qkv: QkvProjection,
     head_norms: Option<[Norm; 2]>,
     output: Linear,
+    /// A score for each head of the model that no key has.
+    sinks: Option<Tensor>,
+    parallel: Option<TensorParallel>,
     rotary: RotaryEmbedding,
     options: AttentionOptions,
     head_dim: usize,
@@ -32,6 +36,7 @@ impl Attention {
         layer: usize,
         rotary: &RotaryTables,
         drops: &ModelDropout,
+        parallel: Option<&TensorParallel>,
         vb: VarBuilder,
     ) -> Result<Self> {
         let (width, head_dim) = (config.width, config.head_dim);
@@ -52,10 +57,14 @@ impl Attention {
             true => Some([head_norm("q_norm")?, head_norm("k_norm")?]),
             false => None,
         };
+        let normal = Init::Randn { mean: 0., stdev: config.initializer_range };
+        let sinks = config.has_sinks.then(|| vb.get_with_hints(config.heads, "sinks", normal)).transpose()?;
         Ok(Attention {
             qkv,
             head_norms,
             output: linear(q_width, width, config.biases.output, config.initializer_range, vb.pp("o_proj"))?,
+            sinks,
+            parallel: parallel.cloned(),
             rotary: rotary.of(config.is_local(layer)).clone(),
             options: config.attention(layer),
             head_dim,
@@ -80,6 +89,14 @@ impl Attention {
             k = of_k.forward(&k.reshape((batch, steps, kv_heads, self.head_dim))?)?;
         }
         let (q, k) = (self.rotary.apply(&q, documents)?, self.rotary.apply(&k, documents)?);
+        let sinks = match (&self.sinks, &self.parallel) {
+            (Some(sinks), Some(parallel)) => Some(parallel.own_heads(sinks)?),
+            (sinks, _) => sinks.clone(),
+        };
+        if let Some(sinks) = &sinks {
+            let attend = |options: &_| nn::attention_with_sinks(&q, &k, &v, heads, kv_heads, options, documents, sinks);
+            return self.output.forward(&self.drops.attention(&self.options, attend)?);
+        }
         self.output.forward(&self.drops.attention(&self.options, |options| match documents {
             Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, options, documents),
             None => nn::attention(&q, &k, &v, heads, kv_heads, options),

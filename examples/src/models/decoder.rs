@@ -1,4 +1,4 @@
-//! Decoders of the Llama, Mistral, Qwen, Gemma, Phi, Mixtral and DeepSeek families, with the parameter names of Hugging Face's
+//! Decoders of the Llama, Mistral, Qwen, Gemma, Phi, Mixtral, DeepSeek and gpt-oss families, with the parameter names of Hugging Face's
 //! `LlamaForCausalLM`.
 //!
 //! Shapes: batch B, time T, width C of the residual stream, H heads of width D.
@@ -302,7 +302,7 @@ impl Block {
         let (after, before) = ("post_attention_layernorm", "pre_feedforward_layernorm");
         let own = vb.pp("self_attn");
         let attention = match config.latent {
-            None => SelfAttention::Usual(Attention::new(config, layer, rotary, drops, own)?),
+            None => SelfAttention::Usual(Attention::new(config, layer, rotary, drops, parallel, own)?),
             Some(sizes) => {
                 SelfAttention::Latent(LatentAttention::new(config, sizes, layer, rotary, drops, parallel, own)?)
             }

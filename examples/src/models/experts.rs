@@ -1,5 +1,5 @@
 //! Mixture of experts (Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021, arXiv:2101.03961), as in Mixtral,
-//! Qwen 3 and DeepSeek.
+//! Qwen 3, DeepSeek and gpt-oss.
 //!
 //! Shapes: N tokens, width C of the residual stream, E experts, K experts per token.
 
@@ -44,12 +44,16 @@ impl Experts {
         let (width, inner, stdev) = (config.width, experts.inner, config.initializer_range);
         let expert = |i| {
             let vb = vb.pp(format!("experts.{i}"));
-            let make = |name: &str, inputs, outputs| linear(inputs, outputs, false, stdev, vb.pp(name));
+            let make = |name: &str, inputs, outputs| linear(inputs, outputs, experts.biases, stdev, vb.pp(name));
             let [gate, up, down] = experts.names.projections;
-            Ok(SwiGlu::new(make(gate, width, inner)?, make(up, width, inner)?, make(down, inner, width)?))
+            let layer = SwiGlu::new(make(gate, width, inner)?, make(up, width, inner)?, make(down, inner, width)?);
+            Ok(match experts.clamp {
+                Some(clamp) => layer.with_clamp(clamp),
+                None => layer,
+            })
         };
         Ok(Experts {
-            router: Router::new(config, experts, vb.pp("gate"))?,
+            router: Router::new(config, experts, vb.pp(experts.names.router))?,
             experts: (0..experts.count).map(expert).collect::<Result<_>>()?,
             shared: experts.shared.map(|inner| Mlp::new(config, inner, vb.pp("shared_experts"))).transpose()?,
             load: match experts.auxiliary {

@@ -68,6 +68,14 @@ impl TensorParallel {
         }
     }
 
+    /// Returns this rank's part of values `[heads]`, which are whole on every rank.
+    pub(super) fn own_heads(&self, values: &Tensor) -> Result<Tensor> {
+        let group = &self.0.group;
+        let own = values.dim(0)? / group.size();
+        // Each rank has the gradient of its part only.
+        copy(values, group)?.narrow(0, group.rank() * own, own)?.contiguous()
+    }
+
     /// Returns a tensor `[B, T, ..]` of the residual stream for computations of this rank's heads: `[B, T / N, ..]` is
     /// gathered along time.
     pub(super) fn for_own_heads(&self, x: &Tensor) -> Result<Tensor> {
@@ -122,7 +130,7 @@ fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
     }
     if let Some(experts) = experts {
         // Experts see their tokens from the whole sequence.
-        let ExpertNames { module: name, projections: [gate, up, down] } = experts.names;
+        let ExpertNames { module: name, projections: [gate, up, down], .. } = experts.names;
         let of = |layer: &str| format!("model.layers.*.{name}.experts.*.{layer}");
         plan = plan.module(of(gate), ColwiseParallel::default()).module(of(up), ColwiseParallel::default());
         plan = plan.module(of(down), RowwiseParallel::default());

@@ -70,8 +70,8 @@ pub struct Lora {
 const BLOCKS: [&str; 4] = ["model.layers.", "h.", "transformer.h.", "bert.encoder.layer."];
 /// End of the name of a router's bias.
 const ROUTER_BIAS: &str = ".e_score_correction_bias";
-/// Layer that chooses experts. Small changes of its weights can change the choice.
-const ROUTER: &str = "gate";
+/// Layers that choose experts. Small changes of their weights can change the choice.
+const ROUTERS: [&str; 2] = ["gate", "router"];
 
 /// Returns whether a buffer is the bias by which a router chooses experts.
 pub fn is_router_bias(name: &str) -> bool {
@@ -90,5 +90,5 @@ pub fn is_block_matrix(name: &str) -> bool {
     let Some(layer) = name.strip_suffix(".weight") else { return false };
     let layer = layer.rsplit('.').next().unwrap_or(layer);
     let is_norm = layer.to_lowercase().contains("norm") || layer.starts_with("ln_");
-    BLOCKS.iter().any(|block| name.starts_with(block)) && !is_norm && layer != ROUTER && !is_adapter(name)
+    BLOCKS.iter().any(|block| name.starts_with(block)) && !is_norm && !ROUTERS.contains(&layer) && !is_adapter(name)
 }

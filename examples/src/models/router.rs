@@ -40,7 +40,7 @@ impl Router {
                 let normal = Init::Randn { mean: 0., stdev };
                 Linear::new(vb.get_with_hints((experts.count, width), "weight", normal)?, None)
             }
-            false => linear(width, experts.count, false, stdev, vb.clone())?,
+            false => linear(width, experts.count, router.bias, stdev, vb.clone())?,
         };
         // Half precision would round away the small steps of a bias.
         let bias = || vb.get_with_hints_dtype(experts.count, "e_score_correction_bias", Init::Const(0.), DType::F32);

@@ -160,8 +160,11 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
             block.norm(head);
             block.norm(head);
         }
+        if config.has_sinks {
+            block.norm(config.heads as f64);
+        }
         if let Some(experts) = config.experts(layer) {
-            let ExpertNames { module: name, projections: [gate, up, down] } = experts.names;
+            let ExpertNames { module: name, router, projections: [gate, up, down] } = experts.names;
             let inner = experts.inner as f64;
             let count = experts.count as f64;
             match experts.router.in_f32 {
@@ -169,16 +172,16 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
                     block.part.matrix(count, width);
                     block.part.products += count * width;
                 }
-                false => block.linear(&format!("{name}.gate"), width, count, false),
+                false => block.linear(&format!("{name}.{router}"), width, count, experts.router.bias),
             }
             if let Some(shared) = experts.shared {
                 mlp(&mut block, "mlp.shared_experts.", [width, shared as f64], biases.mlp);
             }
             block.seen = experts.per_token as f64 / experts.count as f64;
             for expert in 0..experts.count {
-                block.linear(&format!("{name}.experts.{expert}.{gate}"), width, inner, false);
-                block.linear(&format!("{name}.experts.{expert}.{up}"), width, inner, false);
-                block.linear(&format!("{name}.experts.{expert}.{down}"), inner, width, false);
+                block.linear(&format!("{name}.experts.{expert}.{gate}"), width, inner, experts.biases);
+                block.linear(&format!("{name}.experts.{expert}.{up}"), width, inner, experts.biases);
+                block.linear(&format!("{name}.experts.{expert}.{down}"), inner, width, experts.biases);
             }
         } else {
             if config.fused {

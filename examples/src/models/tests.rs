@@ -122,6 +122,7 @@ fn packed_documents_learn_like_separate_ones() {
         (of("mixtral", experts), &usual),
         (of("phi3", long), &usual),
         (deepseek_v3.to_owned(), &usual),
+        (of("gpt_oss", &format!("{experts}, \"sliding_window\": 3")), &usual),
     ] {
         for again in [false, true] {
             let (vars, model) = model(&config, again);
@@ -221,6 +222,8 @@ fn sizes_match_the_built_model() {
     let dense = format!("{experts}, \"mlp_only_layers\": [1]");
     let mut texts = vec![(gpt2, ""), (gpt2, inner), (llama, ""), (llama, biases), (llama, tied)];
     texts.extend(families.iter().map(|text| (text.as_str(), experts)));
+    let gpt_oss = of("gpt_oss");
+    texts.push((gpt_oss.as_str(), experts));
     texts.extend([(bert, ""), (bert, ", \"type_vocab_size\": 3")]);
     let latent = r#"{"hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "kv_lora_rank": 6, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5,
@@ -251,7 +254,7 @@ fn sizes_match_the_built_model() {
             let (adapters, base): (Vec<_>, Vec<_>) =
                 vars.params().into_iter().partition(|param| is_adapter(param.name()));
             // Parameters that float8 all-gathers apply to.
-            let is_router = |name: &str| name.ends_with(".gate.weight");
+            let is_router = |name: &str| name.ends_with(".gate.weight") || name.ends_with(".router.weight");
             for param in base.iter().chain(&adapters) {
                 let name = param.name();
                 let of_block = name.split('.').any(|word| word.parse::<usize>().is_ok());

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, bail, ensure};
 use crc_fast::{CrcAlgorithm, Digest};
 use fsdp_candle::initializer::Pretrained;
-use fsdp_ckpt::hf::{Part, Renamed, same_values, unfused};
+use fsdp_ckpt::hf::{ExpertNames, Part, Renamed, SplitExperts, same_values, unfused};
 use fsdp_ckpt::{TensorSource, open_weights};
 use fsdp_core::layout::Region;
 
@@ -83,6 +83,14 @@ impl Weights {
     }
 
     fn of(source: Box<dyn TensorSource>, config: &mut ModelConfig, head: Head) -> anyhow::Result<Self> {
+        let split = match config {
+            ModelConfig::Decoder(config) => config.experts.as_ref().filter(|it| it.names == ExpertNames::GPT_OSS),
+            _ => None,
+        };
+        let source: Box<dyn TensorSource> = match split {
+            Some(experts) => Box::new(SplitExperts::new(source, experts.count)?),
+            None => source,
+        };
         let mut parts = match config {
             ModelConfig::Decoder(config) => {
                 let unfused = |experts: &ExpertsConfig| unfused(&*source, experts.names, experts.count);

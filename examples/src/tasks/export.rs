@@ -9,13 +9,14 @@ use crate::data::records::SINGLE_LABEL;
 use crate::models::Pooling;
 
 /// Names of transformers' classes by `model_type`: the start, and the class without a head.
-const FAMILIES: [(&str, &str); 13] = [
+const FAMILIES: [(&str, &str); 14] = [
     ("bert", "Bert"),
     ("deepseek_v2", "DeepseekV2"),
     ("deepseek_v3", "DeepseekV3"),
     ("gemma2", "Gemma2"),
     ("gemma3_text", "Gemma3Text"),
     ("gpt2", "GPT2"),
+    ("gpt_oss", "GptOss"),
     ("llama", "Llama"),
     ("mistral", "Mistral"),
     ("mixtral", "Mixtral"),

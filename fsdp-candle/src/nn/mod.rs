@@ -162,4 +162,4 @@ pub use loss::linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_
 pub use pool::{avg_pool2d, avg_pool2d_with_stride, max_pool2d, max_pool2d_with_stride};
 pub use residual::add;
 pub use rotary::{Rotary, RotaryOptions};
-pub use swiglu::SwiGlu;
+pub use swiglu::{SwiGlu, SwiGluClamp};

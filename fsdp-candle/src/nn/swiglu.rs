@@ -12,6 +12,7 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Module, Result, Storage, Tensor, bail};
+use candle_nn::ops::sigmoid;
 
 use super::activation::{silu_mul, swiglu_back, swiglu_values};
 use super::cpu::matrix::{Mat, MatMut, product, product_of};
@@ -27,8 +28,8 @@ const PART: usize = 1024;
 
 /// The MLP of Llama: `down(silu(gate(x)) * up(x))`, input `[.., in]`, output `[.., out]`.
 ///
-/// On the CPU in f32, f16 and bf16, it is one operation if its layers have no bias, no adapter, and no plan of tensor
-/// parallelism. It keeps the outputs of `gate` and `up` for backward. Otherwise it is the chain of its layers, with the
+/// On the CPU in f32, f16 and bf16, it is one operation if its layers have no bias, no limits, no adapter, and no
+/// plan of tensor parallelism. It keeps the outputs of `gate` and `up` for backward. Otherwise it is the chain of its layers, with the
 /// same values up to rounding.
 ///
 /// ```
@@ -47,14 +48,52 @@ pub struct SwiGlu {
     gate: Linear,
     up: Linear,
     down: Linear,
+    clamp: Option<SwiGluClamp>,
+}
+
+/// Limits of the projections in a [`SwiGlu`], as in gpt-oss (arXiv:2508.10925, section 2.2): with `g = min(gate, limit)` and
+/// `u` for `up` within `-limit..=limit`, `g sigmoid(alpha g) (u + 1)` replaces `silu(gate) * up`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SwiGluClamp {
+    /// Factor within the sigmoid.
+    pub alpha: f64,
+    /// The limit. Above 0.
+    pub limit: f64,
+}
+
+impl SwiGluClamp {
+    /// Returns what replaces `silu(gate) * up`.
+    fn apply(self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+        let SwiGluClamp { alpha, limit } = self;
+        let (gate, up) = (gate.minimum(limit)?, up.clamp(-limit, limit)?);
+        let gated = (&gate * sigmoid(&(&gate * alpha)?)?)?;
+        gated * (up + 1.)?
+    }
 }
 
 impl SwiGlu {
     /// Returns a layer of these projections, with weights `[inner, in]`, `[inner, in]` and `[out, inner]`.
     pub fn new(gate: Linear, up: Linear, down: Linear) -> Self {
-        let layer = SwiGlu { gate, up, down };
+        let layer = SwiGlu { gate, up, down, clamp: None };
         layer.tensors().filter_map(FsdpParam::of).for_each(|param| param.set_of_expert());
         layer
+    }
+
+    /// Limits the projections. The layer is then a chain of operations.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Module, Tensor};
+    /// use fsdp_candle::nn::{Linear, SwiGlu, SwiGluClamp};
+    ///
+    /// let layer = |value: f32| Ok::<_, candle_core::Error>(Linear::new(Tensor::full(value, (1, 1), &Device::Cpu)?, None));
+    /// let clamp = SwiGluClamp { alpha: 0., limit: 7. };
+    /// let mlp = SwiGlu::new(layer(8.)?, layer(-9.)?, layer(1.)?).with_clamp(clamp);
+    /// // The sigmoid is a half: 7 / 2 (-7 + 1).
+    /// assert_eq!(mlp.forward(&Tensor::ones((1, 1), DType::F32, &Device::Cpu)?)?.to_vec2::<f32>()?, [[-21.]]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn with_clamp(self, clamp: SwiGluClamp) -> Self {
+        SwiGlu { clamp: Some(clamp), ..self }
     }
 
     /// Returns the weight `[out, inner]`.
@@ -69,6 +108,9 @@ impl SwiGlu {
 
     /// Returns the three weights, if the layer is a product with each alone and they fit inputs like `x`.
     pub(super) fn plain_weights(&self, x: &Tensor) -> Option<[&Tensor; 3]> {
+        if self.clamp.is_some() {
+            return None;
+        }
         let weights = [self.gate.plain_weight()?, self.up.plain_weight()?, self.down.plain_weight()?];
         let [(inner, inputs), up, (_, of_down)] =
             [weights[0].dims2().ok()?, weights[1].dims2().ok()?, weights[2].dims2().ok()?];
@@ -97,7 +139,13 @@ impl Module for SwiGlu {
         }
         match self.plain_weights(x).filter(|_| has_cpu_kernels(x)) {
             Some(weights) => fused(x, weights),
-            None => self.down.forward(&silu_mul(&self.gate.forward(x)?, &self.up.forward(x)?)?),
+            None => {
+                let (gate, up) = (self.gate.forward(x)?, self.up.forward(x)?);
+                self.down.forward(&match self.clamp {
+                    None => silu_mul(&gate, &up)?,
+                    Some(clamp) => clamp.apply(&gate, &up)?,
+                })
+            }
         }
     }
 }

@@ -11,15 +11,21 @@ use crate::{Error, Result, TensorSource};
 pub struct ExpertNames {
     /// Module of the router and the experts in a layer, such as `mlp`.
     pub module: &'static str,
+    /// Name of the router in the module.
+    pub router: &'static str,
     /// Gate, up and down projections of an expert.
     pub projections: [&'static str; 3],
 }
 
 impl ExpertNames {
     /// Names in files of Mixtral.
-    pub const MIXTRAL: Self = ExpertNames { module: "block_sparse_moe", projections: ["w1", "w3", "w2"] };
+    pub const MIXTRAL: Self =
+        ExpertNames { module: "block_sparse_moe", router: "gate", projections: ["w1", "w3", "w2"] };
     /// Names in files of Qwen 3 MoE.
-    pub const QWEN3_MOE: Self = ExpertNames { module: "mlp", projections: ["gate_proj", "up_proj", "down_proj"] };
+    pub const QWEN3_MOE: Self =
+        ExpertNames { module: "mlp", router: "gate", projections: ["gate_proj", "up_proj", "down_proj"] };
+    /// Names in [`SplitExperts`](crate::hf::SplitExperts), as gpt-oss has no single experts in its files.
+    pub const GPT_OSS: Self = ExpertNames { router: "router", ..Self::QWEN3_MOE };
 }
 
 /// Module of the experts in memory.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use fsdp_core::layout::Region;
 use serde_json::json;
 
-use crate::hf::{INDEX, SINGLE};
+use crate::hf::{INDEX, JoinedExperts, SINGLE};
 use crate::placeholder::Placeholder;
 use crate::safetensors::{Entry, write_file};
 use crate::source::{WriteSummary, stream};
@@ -61,14 +61,27 @@ pub fn write(
     max_shard_bytes: u64,
     config_files: &[PathBuf],
 ) -> Result<WriteSummary> {
-    let dst = dst.as_ref();
+    write_with(dst.as_ref(), source, max_shard_bytes, config_files, BTreeMap::new())
+}
+
+/// [`write`] with entries for the `__metadata__` of each file. The single experts of gpt-oss are joined, because
+/// transformers reads no others. Has the same errors, and those of [`JoinedExperts::new`].
+pub fn write_with(
+    dst: &Path,
+    source: &dyn TensorSource,
+    max_shard_bytes: u64,
+    config_files: &[PathBuf],
+    mut metadata: BTreeMap<String, String>,
+) -> Result<WriteSummary> {
+    let joined = JoinedExperts::of(source)?;
+    let source = joined.as_ref().map_or(source, |joined| joined as &dyn TensorSource);
     let parts = partition(source, max_shard_bytes);
     if parts.is_empty() {
         return Err(Error::Argument(format!("{} has no tensors for a model", source.path().display())));
     }
     let staging = location(dst)?.stage()?;
     let store = location(dst)?.open_staging(&staging.name())?;
-    let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    metadata.insert("format".into(), "pt".into());
     let (mut map, mut total) = (BTreeMap::new(), 0);
     for (at, names) in parts.iter().enumerate() {
         let file = match parts.len() {

@@ -35,7 +35,7 @@ pub(crate) fn export(
     adapters: Option<&Adapters>,
     texts: Option<TextExport>,
     dirs: &RunDirs,
-    step: usize,
+    (checkpoint, step): (&Path, usize),
 ) -> anyhow::Result<()> {
     let Some(dir) = &args.export_hf else { return Ok(()) };
     let mut tensors = model_tensors(vars)?;
@@ -75,7 +75,10 @@ pub(crate) fn export(
         let is_written = texts.is_some() || untied.is_some();
         options.config_files.retain(|path| !(is_written && path.ends_with("config.json")));
     }
-    write(&tensors, &options)?;
+    match hf::has_split_experts(tensors.iter().map(|tensor| tensor.fqn.as_str())) {
+        true => broadcast_result(world, 0, || write_joined(dir, checkpoint, &options))?,
+        false => write(&tensors, &options)?,
+    };
     if let Some(untied) = untied.filter(|_| world.rank() == 0) {
         write_files(dir, &[("config.json".into(), untied)])?;
     }
@@ -88,6 +91,30 @@ pub(crate) fn export(
     }
     Ok(())
 }
+
+/// Writes the model in a checkpoint to `dir`. Ranks can't write their shards of experts that are joined to one tensor.
+fn write_joined(dir: &Path, checkpoint: &Path, options: &ExportOptions) -> anyhow::Result<u64> {
+    let failed = || format!("can't export to {} from {}", dir.display(), checkpoint.display());
+    let source = fsdp_ckpt::open(checkpoint).with_context(failed)?;
+    // Complete before it replaces an earlier export.
+    let staging = dir.join(STAGING);
+    let is_missing = |error: &std::io::Error| error.kind() == std::io::ErrorKind::NotFound;
+    match std::fs::remove_dir_all(&staging) {
+        Err(error) if !is_missing(&error) => return Err(error).with_context(failed),
+        _ => std::fs::create_dir_all(dir).with_context(failed)?,
+    }
+    let (view, metadata) = (View::model(&*source), options.metadata.clone());
+    let written = hf::write_with(&staging, &view, u64::MAX, &options.config_files, metadata).with_context(failed)?;
+    let entries = std::fs::read_dir(&staging).with_context(failed)?.collect::<std::io::Result<Vec<_>>>();
+    for entry in entries.with_context(failed)? {
+        std::fs::rename(entry.path(), dir.join(entry.file_name())).with_context(failed)?;
+    }
+    std::fs::remove_dir(&staging).with_context(failed)?;
+    Ok(written.bytes)
+}
+
+/// Directory of an export that is not complete.
+const STAGING: &str = ".export";
 
 /// A GGUF file that rank 0 writes from the last checkpoint.
 pub(crate) struct GgufExport {

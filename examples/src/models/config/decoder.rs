@@ -27,6 +27,8 @@ pub struct DecoderConfig {
     pub kv_heads: usize,
     /// Width of a head of queries and keys.
     pub head_dim: usize,
+    /// Whether each head has a score that no key has.
+    pub has_sinks: bool,
     /// Latent attention, if queries, keys and values are not products with the residual stream alone.
     pub latent: Option<LatentConfig>,
     /// Number of token ids.
@@ -180,6 +182,10 @@ impl DecoderConfig {
         let (qkv, output, mlp) = match family.biases {
             BiasKeys::None => (false, false, false),
             BiasKeys::Attention => (bias, bias, false),
+            BiasKeys::UsuallyAttention => {
+                let bias = fields.attention_bias.unwrap_or(true);
+                (bias, bias, false)
+            }
             BiasKeys::AttentionAndMlp => (bias, bias, fields.mlp_bias.unwrap_or(false)),
             BiasKeys::AlwaysQkv => (true, false, false),
         };
@@ -192,6 +198,7 @@ impl DecoderConfig {
             heads,
             kv_heads,
             head_dim,
+            has_sinks: family.has_sinks,
             latent,
             vocabulary: fields.vocab_size,
             padding: padding_row(pad_token_id, fields.vocab_size)?,
@@ -267,7 +274,16 @@ fn own_rope(fields: &Fields) -> RopeParameters {
 
 /// Returns the rotary embedding, and that of sliding-window layers if it differs.
 fn ropes(family: &Family, fields: &Fields, head_dim: usize, positions: usize) -> anyhow::Result<(Rope, Option<Rope>)> {
-    let own = own_rope(fields);
+    let mut own = own_rope(fields);
+    if family.is_yarn && own == RopeParameters::default() {
+        own = RopeParameters {
+            rope_type: Some("yarn".into()),
+            factor: Some(32.),
+            truncate: Some(false),
+            original_max_position_embeddings: Some(4096.),
+            ..own
+        };
+    }
     let theta = fields.rope_theta.unwrap_or(family.theta);
     let defaults = Defaults { fields, head_dim, positions, theta, is_phi3: family.is_phi3 };
     let apart = own.full_attention.is_some() || own.sliding_attention.is_some();

@@ -1,6 +1,7 @@
 //! Configuration of experts, and of the router that chooses them.
 
 use anyhow::{Context, ensure};
+use fsdp_candle::nn::SwiGluClamp;
 use fsdp_ckpt::hf::ExpertNames;
 
 use crate::models::config::families::{ExpertKeys, ExpertLayers, Family, RouterKeys};
@@ -20,6 +21,10 @@ pub struct ExpertsConfig {
     pub width_name: &'static str,
     /// Width inside the MLP that all tokens use beside the experts, if there is one.
     pub shared: Option<usize>,
+    /// Limits of the experts' projections, if they have some.
+    pub clamp: Option<SwiGluClamp>,
+    /// Whether the experts' layers have biases.
+    pub biases: bool,
     /// Choice of experts.
     pub router: RouterConfig,
     /// Coefficient of the load-balancing loss, if any.
@@ -36,6 +41,8 @@ pub struct ExpertsConfig {
 pub struct RouterConfig {
     /// The scores of the experts.
     pub scores: Scores,
+    /// Whether its layer has a bias.
+    pub bias: bool,
     /// Whether the choice adds a bias to each expert's score (Wang et al., 2024, arXiv:2408.15664).
     pub biased: bool,
     /// Groups of experts, of which a token uses some.
@@ -126,6 +133,8 @@ impl ExpertsConfig {
             inner,
             width_name,
             shared,
+            clamp: keys.is_gpt_oss.then(|| clamp(fields)).transpose()?,
+            biases: keys.is_gpt_oss,
             router: RouterConfig::new(family.name, &keys, fields, (count, per_token))?,
             auxiliary: has_auxiliary.then_some(coefficient),
             names: keys.names,
@@ -154,6 +163,7 @@ impl RouterConfig {
         let in_f32 = matches!(keys.router, RouterKeys::DeepseekV2 | RouterKeys::DeepseekV3);
         let usual = RouterConfig {
             scores: Scores::Softmax,
+            bias: keys.is_gpt_oss,
             biased: false,
             groups: None,
             renormalized: false,
@@ -206,6 +216,12 @@ impl RouterConfig {
         }
         Ok(router)
     }
+}
+
+fn clamp(fields: &Fields) -> anyhow::Result<SwiGluClamp> {
+    let (alpha, limit) = (fields.swiglu_alpha.unwrap_or(1.702), fields.swiglu_limit.unwrap_or(7.));
+    above_zero(&[("swiglu_alpha", alpha), ("swiglu_limit", limit)])?;
+    Ok(SwiGluClamp { alpha, limit })
 }
 
 fn groups(fields: &Fields, usual: (Option<usize>, Option<usize>), best: usize) -> anyhow::Result<ExpertGroups> {

@@ -22,6 +22,10 @@ pub(super) struct Family {
     pub(super) theta: f64,
     /// Default of `rope_local_base_freq`, for families with a rotary embedding of their own in sliding-window layers.
     pub(super) local_theta: Option<f64>,
+    /// Whether a rotary embedding without parameters is YaRN's, as gpt-oss has it.
+    pub(super) is_yarn: bool,
+    /// Whether each head has a score that no key has.
+    pub(super) has_sinks: bool,
     /// Default of `pad_token_id`.
     pub(super) padding: Option<i64>,
     /// Whether the model is a Gemma: norms with weights `1 + w` before and after attention and MLP, scaled embeddings,
@@ -56,6 +60,8 @@ pub(super) enum BiasKeys {
     None,
     /// `attention_bias` adds biases to all projections of attention.
     Attention,
+    /// The same, and they have biases without it.
+    UsuallyAttention,
     /// `attention_bias` as above, and `mlp_bias` adds biases to the MLP.
     AttentionAndMlp,
     /// Queries, keys and values have biases.
@@ -115,6 +121,8 @@ pub(super) struct ExpertKeys {
     /// Whether `output_router_logits` adds the load-balancing loss.
     pub(super) has_auxiliary: bool,
     pub(super) layers: ExpertLayers,
+    /// Whether routers and experts have biases, and `swiglu_alpha` and `swiglu_limit` limit the experts' projections.
+    pub(super) is_gpt_oss: bool,
 }
 
 /// Keys of a router.
@@ -146,6 +154,8 @@ const LLAMA: Family = Family {
     eps: 1e-6,
     theta: 1e4,
     local_theta: None,
+    is_yarn: false,
+    has_sinks: false,
     padding: None,
     is_gemma: false,
     has_head_norms: false,
@@ -233,6 +243,7 @@ const MIXTRAL: Family = Family {
         router: RouterKeys::Softmax { renormalized: Some(true) },
         has_auxiliary: true,
         layers: ExpertLayers::All,
+        is_gpt_oss: false,
     }),
     ..MISTRAL
 };
@@ -252,6 +263,7 @@ const QWEN3_MOE: Family = Family {
         router: RouterKeys::Softmax { renormalized: None },
         has_auxiliary: true,
         layers: ExpertLayers::Sparse,
+        is_gpt_oss: false,
     }),
     ..QWEN3
 };
@@ -270,6 +282,7 @@ const DEEPSEEK_V2: Family = Family {
         router: RouterKeys::DeepseekV2,
         has_auxiliary: false,
         layers: ExpertLayers::From(0),
+        is_gpt_oss: false,
     }),
     ..LLAMA
 };
@@ -291,10 +304,39 @@ const DEEPSEEK_V3: Family = Family {
         router: RouterKeys::DeepseekV3,
         has_auxiliary: false,
         layers: ExpertLayers::From(3),
+        is_gpt_oss: false,
+    }),
+    ..LLAMA
+};
+
+// transformers takes `num_experts` where a file has both names.
+const GPT_OSS: Family = Family {
+    name: "gpt_oss",
+    kv_heads: Some(8),
+    positions: 131_072,
+    head_dim: Some(64),
+    eps: 1e-5,
+    theta: 1.5e5,
+    is_yarn: true,
+    has_sinks: true,
+    biases: BiasKeys::UsuallyAttention,
+    window: WindowKeys::Window(Some(128)),
+    layers: WindowLayers::ListedOrAllBut(2),
+    experts: Some(ExpertKeys {
+        names: ExpertNames::GPT_OSS,
+        count: |fields| fields.num_experts.or(fields.num_local_experts).unwrap_or(128),
+        per_token: Some(4),
+        width_name: "intermediate_size",
+        width: |fields| Some(fields.intermediate_size),
+        shared: None,
+        router: RouterKeys::Softmax { renormalized: Some(true) },
+        has_auxiliary: true,
+        layers: ExpertLayers::All,
+        is_gpt_oss: true,
     }),
     ..LLAMA
 };
 
 /// All families.
-pub(super) const FAMILIES: [Family; 11] =
-    [LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3];
+pub(super) const FAMILIES: [Family; 12] =
+    [LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS];

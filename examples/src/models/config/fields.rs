@@ -74,6 +74,8 @@ pub(super) struct Fields {
     pub(super) qk_rope_head_dim: Option<usize>,
     pub(super) v_head_dim: Option<usize>,
     pub(super) rope_interleave: Option<bool>,
+    pub(super) swiglu_alpha: Option<f64>,
+    pub(super) swiglu_limit: Option<f64>,
 }
 
 /// `rope_parameters`, or the older `rope_scaling`.

@@ -66,6 +66,8 @@ pub(super) struct Mlp {
     pub(super) times: f64,
     /// Number of experts of this rank, or 0.
     pub(super) experts: f64,
+    /// Number of experts of other ranks.
+    pub(super) other_experts: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -222,6 +224,7 @@ impl Model {
             layer.dispatched = layer.mlp.times * layer.width;
             let others = layer.mlp.experts * (1. - 1. / ranks as f64);
             layer.mlp.experts -= others;
+            layer.mlp.other_experts = others;
             layer.tensors -= others * layer.mlp.linears;
         }
     }
@@ -235,9 +238,9 @@ impl Model {
         };
         ensure!(count <= MOST_LAYERS, "{count} blocks are more than `bench plan` takes, which is {MOST_LAYERS}");
         ensure!(
-            !matches!(config, ModelConfig::Decoder(config) if config.latent.is_some()),
-            "`bench plan` does not know the memory of latent attention, as of deepseek_v2 and deepseek_v3: measure a smaller \
-             model of the same shape with `bench step`"
+            !matches!(config, ModelConfig::Decoder(config) if config.latent.is_some() || config.has_sinks),
+            "`bench plan` does not know the memory of latent attention and of attention sinks, as of deepseek_v2, deepseek_v3 \
+             and gpt_oss: measure a smaller model of the same shape with `bench step`"
         );
         let experts = match config {
             ModelConfig::Decoder(config) => config.experts.as_ref().map_or(0, |experts| experts.count),
@@ -362,6 +365,7 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
             linears: inputs.len() as f64 + 1.,
             times,
             experts: count,
+            other_experts: 0.,
         },
         linears,
     }
@@ -402,7 +406,7 @@ fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: 
         head_norms: false,
         rotary: false,
         joined: false,
-        mlp: Mlp { inner, kind: MlpKind::Plain, linears: 2., times: 1., experts: 0. },
+        mlp: Mlp { inner, kind: MlpKind::Plain, linears: 2., times: 1., experts: 0., other_experts: 0. },
         linears: linears.iter().map(|&(inputs, outputs)| Linear::new(inputs, outputs)).collect(),
     }
 }

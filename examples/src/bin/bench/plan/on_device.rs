@@ -121,7 +121,10 @@ const MIXTURE: [f64; 2] = [20., 70.];
 
 /// Further launches where experts are on several ranks: the exchanges, rows in the order of the experts and back, and the
 /// weighted sums.
-const DISPATCH: [f64; 2] = [0., 0.];
+const DISPATCH: [f64; 2] = [26., 55.];
+/// Further launches for each expert of this rank, and for each of another rank, whose parameters are empty.
+const OF_OWN_EXPERT: [f64; 2] = [3., 3.];
+const OF_OTHER_EXPERT: [f64; 2] = [7., 4.];
 
 /// Returns the launches of a block in a step: kernels, matrix products, copies, fills and collectives. The terms were
 /// counted on the device double, which is within 3 % of them (`tests/device/plan.rs`).
@@ -134,7 +137,10 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
     let of_experts = if is_mixture { mlp.experts * mlp.linears } else { 0. };
     let [mixture, mixture_back] = match (is_mixture, layer.dispatched > 0.) {
         (true, false) => MIXTURE,
-        (true, true) => [MIXTURE[0] + DISPATCH[0], MIXTURE[1] + DISPATCH[1]],
+        (true, true) => std::array::from_fn(|pass| {
+            let of_experts = mlp.experts * OF_OWN_EXPERT[pass] + mlp.other_experts * OF_OTHER_EXPERT[pass];
+            MIXTURE[pass] + DISPATCH[pass] + of_experts
+        }),
         (false, _) => [0., 0.],
     };
     let joined = of_experts / 2.;
