@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 GOLDEN = pathlib.Path(__file__).resolve().parent
 LENGTH, SEQUENCES = 32, 4
@@ -109,6 +109,31 @@ def fused(name, directory):
         shutil.copy(pathlib.Path(saved) / "model.safetensors", directory / f"{name}_fused.safetensors")
 
 
+def coded(directory):
+    """Saves a gpt-oss whose experts have random codes in MXFP4, and returns the loss of transformers, which decodes them."""
+    torch.manual_seed(9)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    experts = {"intermediate_size": 64, "num_local_experts": 3, "num_experts_per_tok": 2, "swiglu_limit": 2.0}
+    sizes = SIZES | {"hidden_size": 32, "num_hidden_layers": 1, "sliding_window": 8} | heads | experts
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes), dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as name:
+        saved = pathlib.Path(name)
+        model.save_pretrained(saved)
+        weights = load_file(saved / "model.safetensors")
+        for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            count, inputs, outputs = weights.pop(name).shape
+            weights[f"{name}_blocks"] = torch.randint(0, 256, (count, outputs, inputs // 32, 16)).to(torch.uint8)
+            weights[f"{name}_scales"] = torch.randint(120, 127, (count, outputs, inputs // 32)).to(torch.uint8)
+        config = json.loads((saved / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+        (saved / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        save_file(weights, saved / "model.safetensors", {"format": "pt"})
+        for file in ["config.json", "model.safetensors"]:
+            shutil.copy(saved / file, directory / f"gpt_oss_mxfp4.{file.rpartition('.')[2]}")
+        options = {"dtype": torch.float32, "experts_implementation": "eager", "attn_implementation": "eager"}
+        return loss(AutoModelForCausalLM.from_pretrained(saved, **options), stream(SEQUENCES * LENGTH + 1, 256))
+
+
 START, END = "<|start|>", "<|end|>"
 ENTRY = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
 WORD = ENTRY | {"special": False, "normalized": True, "single_word": True}
@@ -182,7 +207,7 @@ def main():
     make(directory / "model")
     for name in ("mixtral_tiny", "qwen3_moe_tiny"):
         fused(name, directory)
-    recorded = {"losses": losses(directory / "model"), "texts": TEXTS, "configured": configured(directory / "model")}
+    recorded = {"losses": losses(directory / "model") | {"mxfp4": coded(directory)}, "texts": TEXTS, "configured": configured(directory / "model")}
     (directory / "recorded.json").write_text(json.dumps(recorded, indent=1) + "\n")
 
 

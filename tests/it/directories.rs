@@ -643,6 +643,28 @@ fn exports_of_untied_heads_are_untied() {
     assert!(tensors["lm_head.weight"].bytes != tensors["model.embed_tokens.weight"].bytes);
 }
 
+/// The experts of gpt-oss are codes of 4 bits, which transformers decodes where it can't compute with them.
+#[test]
+fn experts_in_mxfp4_are_read() {
+    let root = tempfile::tempdir().unwrap();
+    let model = root.path().join("model");
+    prepare(&model);
+    for (from, to) in [("gpt_oss_mxfp4.json", "config.json"), ("gpt_oss_mxfp4.safetensors", WEIGHTS)] {
+        fs::copy(recorded(from), model.join(to)).unwrap();
+    }
+    let run = train(root.path(), Tokens, "--batch-size 4 --export-hf out");
+    let loss = loss(root.path(), &run).unwrap();
+    let losses: Value = serde_json::from_slice(&fs::read(recorded("recorded.json")).unwrap()).unwrap();
+    let recorded = losses["losses"]["mxfp4"].as_f64().unwrap();
+    assert!((loss - recorded).abs() < 5e-6 * recorded, "{loss}, expected {recorded}");
+    // An export has numbers in place of codes.
+    let config: Value = serde_json::from_slice(&fs::read(root.path().join("out/config.json")).unwrap()).unwrap();
+    assert!(config.get("quantization_config").is_none() && config["model_type"] == "gpt_oss", "{config}");
+    let names: Vec<String> = read(&root.path().join("out").join(WEIGHTS)).into_keys().collect();
+    assert!(names.contains(&"model.layers.0.mlp.experts.gate_up_proj".to_owned()), "{names:?}");
+    assert!(!names.iter().any(|name| name.contains("_blocks") || name.contains("experts.0")), "{names:?}");
+}
+
 /// Transformers saves the experts of a layer in one tensor with `save_original_format=False`.
 #[test]
 fn fused_experts_are_read() {

@@ -54,7 +54,7 @@ const FILES: [(&str, &str); 9] = [
     ),
     (
         "fsdp-candle/src/nn/attention",
-        "documents options visible_keys engine composite cpu no_cuda cuda whole_keys fused context functions",
+        "documents options visible_keys engine composite cpu no_cuda cuda whole_keys sinks fused context functions",
     ),
     (
         "fsdp-candle/src/optim",

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use fsdp_core::layout::Region;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use crate::hf::{INDEX, JoinedExperts, SINGLE};
 use crate::placeholder::Placeholder;
@@ -30,6 +30,9 @@ const CONFIG: [&str; 14] = [
     "chat_template.json",
     "preprocessor_config.json",
 ];
+
+/// Key of `config.json` that describes codes.
+const CODES: &str = "quantization_config";
 
 /// Returns the configuration and tokenizer files of a model directory.
 ///
@@ -65,7 +68,7 @@ pub fn write(
 }
 
 /// [`write`] with entries for the `__metadata__` of each file. The single experts of gpt-oss are joined, because
-/// transformers reads no others. Has the same errors, and those of [`JoinedExperts::new`].
+/// transformers reads no others. Their `config.json` then has no `quantization_config`, since codes were decoded. Has the same errors, and those of [`JoinedExperts::new`].
 pub fn write_with(
     dst: &Path,
     source: &dyn TensorSource,
@@ -104,7 +107,10 @@ pub fn write_with(
         }
     }
     for path in config_files {
-        copy(path, &*store)?;
+        match joined.is_some() && path.ends_with(CONFIG[0]) {
+            true => copy_without_codes(path, &*store)?,
+            false => copy(path, &*store)?,
+        }
     }
     let written = WriteSummary { path: dst.to_path_buf(), tensors: map.len(), files: parts.len(), bytes: total };
     if parts.len() == 1 {
@@ -132,6 +138,24 @@ fn partition(source: &dyn TensorSource, most: u64) -> Vec<Vec<&str>> {
         room = room.saturating_sub(bytes);
     }
     parts
+}
+
+/// Copies a `config.json` of weights that were decoded, without the description of their codes.
+fn copy_without_codes(path: &Path, store: &dyn Store) -> Result<()> {
+    let from = location(path)?.open()?;
+    let mut bytes = vec![0; from.bytes() as usize];
+    from.read_exact_at(&mut bytes, 0)?;
+    let parsed = serde_json::from_slice::<Map<String, Value>>(&bytes);
+    let mut config = parsed.map_err(|error| Error::Malformed {
+        path: path.to_path_buf(),
+        item: None,
+        reason: format!("expected a JSON object: {error}"),
+    })?;
+    config.remove(CODES);
+    let text = format!("{:#}\n", Value::Object(config));
+    let mut to = store.create(&split(path)?.1, text.len() as u64)?;
+    to.append(text.as_bytes())?;
+    to.finish()
 }
 
 fn copy(path: &Path, store: &dyn Store) -> Result<()> {

@@ -70,9 +70,10 @@ pub(crate) struct Args {
     /// about 5 M parameters]
     ///
     /// Required: config.json with model type llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, mixtral,
-    /// qwen3_moe, deepseek_v2, deepseek_v3, gpt2 or bert. Optional: tokenizer.json, and the weights in model.safetensors or
-    /// pytorch_model.bin (or an index such as model.safetensors.index.json and the files it names). Each process reads
-    /// only its own slices of the weights. A bert is trained as a masked language model. Dropout is off without --dropout.
+    /// qwen3_moe, deepseek_v2, deepseek_v3, gpt_oss, gpt2 or bert. Optional: tokenizer.json, and the weights in
+    /// model.safetensors or pytorch_model.bin (or an index such as model.safetensors.index.json and the files it
+    /// names). Each process reads only its own slices of the weights. A bert is trained as a masked language model.
+    /// Dropout is off without --dropout.
     ///
     /// A name such as org/name or org/name@revision that is not a path is downloaded from the Hugging Face hub, once
     /// for each host, into the cache that all Hugging Face libraries share. HF_TOKEN, HF_HOME, HF_ENDPOINT and

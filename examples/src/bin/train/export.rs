@@ -192,6 +192,8 @@ fn untied(model: &Path, tensors: &[TensorShard]) -> anyhow::Result<Option<Value>
     }
     let mut config: Value = serde_json::from_str(&read_text(&model.join("config.json"))?)?;
     config["tie_word_embeddings"] = false.into();
+    // Exported weights are numbers.
+    config.as_object_mut().map(|config| config.remove("quantization_config"));
     Ok(Some(config))
 }
 

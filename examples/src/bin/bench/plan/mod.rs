@@ -177,6 +177,11 @@ struct Models {
 
 fn models(args: &Args) -> anyhow::Result<(Models, usize)> {
     let config = config(&args.model)?;
+    ensure!(
+        !matches!(&config, ModelConfig::Decoder(config) if config.latent.is_some() || config.has_sinks),
+        "`bench plan` does not know the memory of latent attention and of attention sinks, as of deepseek_v2, deepseek_v3 \
+         and gpt_oss: measure a smaller model of the same shape with `bench step`"
+    );
     let seq = args.seq.unwrap_or(config.max_positions().min(USUAL_SEQ));
     let ranks = TensorRanks { count: args.tensor_parallel, sequence: args.sequence_parallel };
     parallel::check(&config, ranks.count)?;

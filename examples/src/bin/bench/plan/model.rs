@@ -3,6 +3,7 @@
 use anyhow::ensure;
 use fsdp_train::models::ModelConfig;
 use fsdp_train::models::config::Activation;
+use fsdp_train::models::config::latent::LatentConfig;
 use fsdp_train::models::config::{BertConfig, DecoderConfig, Gpt2Config};
 
 /// A block. Widths are elements per token.
@@ -237,11 +238,6 @@ impl Model {
             ModelConfig::Bert(config) => config.num_hidden_layers,
         };
         ensure!(count <= MOST_LAYERS, "{count} blocks are more than `bench plan` takes, which is {MOST_LAYERS}");
-        ensure!(
-            !matches!(config, ModelConfig::Decoder(config) if config.latent.is_some() || config.has_sinks),
-            "`bench plan` does not know the memory of latent attention and of attention sinks, as of deepseek_v2, deepseek_v3 \
-             and gpt_oss: measure a smaller model of the same shape with `bench step`"
-        );
         let experts = match config {
             ModelConfig::Decoder(config) => config.experts.as_ref().map_or(0, |experts| experts.count),
             _ => 0,
@@ -311,6 +307,17 @@ impl Layer {
     }
 }
 
+/// Returns the projections of latent attention, without that of the output.
+fn latent_linears(config: &DecoderConfig, latent: &LatentConfig) -> Vec<Linear> {
+    let [width, heads, rank, rotated] = [config.width, config.heads, latent.rank, latent.rotated].map(|n| n as f64);
+    let [queries, of_heads] = [latent.head_dim(), latent.plain + latent.value].map(|n| heads * n as f64);
+    let query = match latent.query_rank.map(|rank| rank as f64) {
+        None => vec![Linear::new(width, queries)],
+        Some(rank) => vec![Linear::new(width, rank), Linear::new(rank, queries)],
+    };
+    [query, vec![Linear::new(width, rank + rotated), Linear::new(rank, of_heads)]].concat()
+}
+
 /// Returns the mean number of positions up to a token's own, at most `window`.
 fn causal_reach(seq: usize, window: Option<usize>) -> f64 {
     let (seq, window) = (seq as f64, window.unwrap_or(seq).min(seq) as f64);
@@ -324,17 +331,22 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
     let inner = experts.map_or(inner, |experts| experts.inner as f64);
     let times = experts.map_or(1., |experts| experts.per_token as f64);
     let count = experts.map_or(0., |experts| experts.count as f64);
-    let mut linears = match config.fused {
-        true => vec![Linear::new(width, queries + 2. * keys)],
-        false => [queries, keys, keys].map(|outputs| Linear::new(width, outputs)).into(),
+    let mut linears = match (&config.latent, config.fused) {
+        (Some(latent), _) => latent_linears(config, latent),
+        (None, true) => vec![Linear::new(width, queries + 2. * keys)],
+        (None, false) => [queries, keys, keys].map(|outputs| Linear::new(width, outputs)).into(),
     };
-    linears.push(Linear::new(queries, width));
+    linears.push(Linear::new(config.heads as f64 * config.value_dim() as f64, width));
     if experts.is_some() {
         linears.push(Linear::new(width, count));
     }
     let inputs: &[f64] = if config.fused { &[2. * inner] } else { &[inner, inner] };
     linears.extend(inputs.iter().map(|&outputs| Linear { inputs: width, outputs, times }));
     linears.push(Linear { inputs: inner, outputs: width, times });
+    if let Some(shared) = experts.and_then(|experts| experts.shared) {
+        let shared = shared as f64;
+        linears.extend([(width, shared), (width, shared), (shared, width)].map(|(from, to)| Linear::new(from, to)));
+    }
     Layer {
         parameters: 0.,
         tensors: 0.,

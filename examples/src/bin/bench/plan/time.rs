@@ -244,11 +244,16 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
         let forwards = if setup.checkpoint == Checkpoint::Full { 2. } else { 1. };
         let waits = forwards * in_forward + 2. * back;
         // Tokens and outputs, and the gradients of both.
-        let dispatch = 2. * over_experts.gather(e * tokens * layer.dispatched);
+        let dispatch = match layer.dispatched {
+            0. => 0.,
+            elements => 2. * over_experts.gather(e * tokens * elements),
+        };
         let exchange = exchange + in_forward + dispatch;
         let in_backward = in_backward + waits - in_forward + forwards * dispatch;
-        let dense = communication(layer.gathered() - layer.own_experts, of_block, false);
-        let experts = of_ring(&over_expert, layer.own_experts, of_block, false);
+        // Experts are gathered beside the rest, unless other ranks have some.
+        let apart = if layer.other_experts > 0. { layer.own_experts } else { 0. };
+        let dense = communication(layer.gathered() - apart, of_block, false);
+        let experts = if apart > 0. { of_ring(&over_expert, apart, of_block, false) } else { Unit::default() };
         let sums = 1. + if setup.checkpoint == Checkpoint::None { 1. } else { 2. };
         units.push(Unit {
             forward: forward.total() + exchange,
