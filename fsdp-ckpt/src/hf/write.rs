@@ -67,7 +67,7 @@ pub fn write(
     write_with(dst.as_ref(), source, max_shard_bytes, config_files, BTreeMap::new())
 }
 
-/// [`write`] with entries for the `__metadata__` of each file. The single experts of gpt-oss are joined, because
+/// [`write()`] with entries for the `__metadata__` of each file. The single experts of gpt-oss are joined, because
 /// transformers reads no others. Their `config.json` then has no `quantization_config`, since codes were decoded. Has the same errors, and those of [`JoinedExperts::new`].
 pub fn write_with(
     dst: &Path,
