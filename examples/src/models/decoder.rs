@@ -300,6 +300,7 @@ impl Block {
         let post_norm = |name: &str| config.norms.post.then(|| norm(name)).transpose();
         // This name means the norm after attention in Gemma, and the norm before the MLP in other families.
         let (after, before) = ("post_attention_layernorm", "pre_feedforward_layernorm");
+        let input_norm = norm("input_layernorm")?;
         let own = vb.pp("self_attn");
         let attention = match config.latent {
             None => SelfAttention::Usual(Attention::new(config, layer, rotary, drops, parallel, own)?),
@@ -308,7 +309,7 @@ impl Block {
             }
         };
         Ok(Block {
-            input_norm: norm("input_layernorm")?,
+            input_norm,
             attention,
             attention_norm: post_norm(after)?,
             mlp_norm: norm(if config.norms.post { before } else { after })?,
