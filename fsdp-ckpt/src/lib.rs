@@ -58,6 +58,7 @@ mod region;
 mod safetensors;
 mod source;
 mod store;
+mod text_file;
 pub mod torch;
 mod training_state;
 mod weights;

@@ -161,7 +161,7 @@ fn plans_count_registered_memory() {
     let words = [&plan_words("bf16", "none")[..], &["--ranks-per-host", "2", "--seq", "128", FLAG]].concat();
     let planned = json(Command::new(program("bench")), &words, dir.path());
     let planned = planned["memory"]["state"]["registered"].as_f64().unwrap();
-    // bf16 takes half of what f32 takes.
+    // A segment in bf16 has half the bytes of one in f32.
     let (real, both) = ((with - without) as f64, planned + planned / 2.);
     assert!((both / real - 1.).abs() < NEAR, "{planned} bytes planned, {real} counted");
 }

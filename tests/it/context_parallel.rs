@@ -111,6 +111,15 @@ fn meshes_and_settings_train_as_one_rank() {
     }
 }
 
+/// Each rank has the sinks of its heads.
+#[test]
+fn sinks_train_by_heads_as_on_one_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let (alone, _) = train("gpt_oss_tiny", 1, 1, "--steps 8", dir.path());
+    let (ours, _) = train("gpt_oss_tiny", 2, 1, "--steps 8 --context-parallel 2 --context-exchange heads", dir.path());
+    assert_near(&ours, &alone, "sinks by heads");
+}
+
 /// Dropout, packed documents, adapters and the balance of experts.
 #[test]
 fn what_depends_on_positions_is_that_of_one_rank() {
@@ -127,6 +136,7 @@ fn what_depends_on_positions_is_that_of_one_rank() {
         ("gpt2", "--data lines.jsonl --pack documents"),
         ("llama", "--lora-rank 3 --lora-targets all-linear --lr 1e-2"),
         ("qwen3_moe", "--dropout 0.1"),
+        ("gpt_oss", "--data lines.jsonl --pack documents --dropout 0.1"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         lines(dir.path());

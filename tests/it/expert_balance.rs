@@ -63,6 +63,16 @@ fn biases_balance_experts_on_any_ranks() {
     assert_eq!((rest.as_slice(), &biases), (&with[10..], &moved), "resumed");
 }
 
+/// A step in f16 whose gradients overflow changes no weight, and no bias.
+#[test]
+fn skipped_steps_move_no_bias() {
+    let dir = tempfile::tempdir().unwrap();
+    let flags = "--router-bias-rate 0.03125 --param-dtype f16 --loss-scale 1e30 --steps 1 --export-hf export";
+    train_golden(NAME, 2, flags, dir.path()).ok();
+    assert_eq!(bias(&dir.path().join("export")), bias(&golden(NAME)));
+    assert_eq!(balances(dir.path()).len(), 1);
+}
+
 #[test]
 fn models_without_biases_and_adapters_are_refused() {
     let dir = tempfile::tempdir().unwrap();

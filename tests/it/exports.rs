@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_test_support::{copy_golden, edit_file, golden, program, run, train_golden};
+use fsdp_ckpt::SafetensorsFile;
+use fsdp_test_support::{copy_golden, edit_file, file_names, golden, program, run, train, train_golden};
 
 /// Models that llama.cpp computes as transformers does.
 const MODELS: [&str; 8] =
@@ -42,6 +43,39 @@ fn exports_equal_conversions() {
         fsdp_ckpt(&["convert", "hf", "theirs/model.gguf", "--to", "gguf", "--quantize", "q8_0"], dir.path());
         assert_equal(name, dir.path());
     }
+}
+
+/// The experts of gpt-oss are joined under the names of each task's model, and a resumed run replaces its export.
+#[test]
+fn joined_experts_have_the_names_of_each_task() {
+    let dir = tempfile::tempdir().unwrap();
+    let pairs: String = (0..16).map(|at| format!("a{at},b{at}\n")).collect();
+    fs::write(dir.path().join("pairs.csv"), format!("anchor,positive\n{pairs}")).unwrap();
+    let labels: String = (0..16).map(|at| format!("a{at},{}\n", at % 2)).collect();
+    fs::write(dir.path().join("labels.csv"), format!("text,label\n{labels}")).unwrap();
+    let run = |more: &str, export: &str| {
+        let model = golden("gpt_oss_tiny").display().to_string();
+        let flags = format!("--model {model} --seq-len 16 --batch-size 2 --export-hf {export} {more}");
+        train(2, &flags, dir.path()).ok();
+        let left: Vec<String> = file_names(&dir.path().join(export));
+        assert!(!left.iter().any(|name| name.starts_with('.')), "{left:?}");
+        let weights = SafetensorsFile::open(dir.path().join(export).join("model.safetensors")).unwrap();
+        let experts = weights.names().filter(|name| name.contains(".experts."));
+        (experts.map(str::to_owned).collect::<Vec<_>>(), weights.names().count())
+    };
+    let ends = ["down_proj", "down_proj_bias", "gate_up_proj", "gate_up_proj_bias"];
+    let names = |prefix: &str| -> Vec<String> {
+        let of = |layer: usize| ends.map(|end| format!("{prefix}layers.{layer}.mlp.experts.{end}"));
+        (0..2).flat_map(of).collect()
+    };
+    let data = format!("--data {}", golden("tokens.bin").display());
+    let first = run(&format!("{data} --steps 1 --checkpoint-dir saved"), "language");
+    assert_eq!(first.0, names("model."));
+    assert_eq!(run(&format!("{data} --steps 2 --checkpoint-dir saved --resume auto"), "language"), first);
+    let (experts, count) = run("--task classify --data labels.csv --steps 1 --checkpoint-dir c", "classes");
+    assert_eq!((experts, count), (names("model."), first.1));
+    let (experts, count) = run("--task embed --data pairs.csv --steps 1 --checkpoint-dir e", "embeddings");
+    assert_eq!((experts, count), (names(""), first.1 - 1));
 }
 
 #[test]

@@ -14,7 +14,7 @@ const LAYERS: [(&str, &str); 6] = [
     ),
     (
         "fsdp-ckpt",
-        "cast escape file_names error region placeholder store checksum source model_prefix training_state safetensors checkpoint load finite convert diff hf \
+        "cast escape file_names error region placeholder store text_file checksum source model_prefix training_state safetensors checkpoint load finite convert diff hf \
          merge gguf torch weights open",
     ),
     ("fsdp-launch", "spec report error rendezvous pmi rank job program cli watch output launch"),

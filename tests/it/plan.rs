@@ -171,6 +171,34 @@ fn documented_commands_print_the_documented_output() {
     }
 }
 
+/// The table of docs/expert-parallel.md: ranks, peak, gathered weights, bytes that a rank sends, launches.
+#[test]
+fn documented_sizes_of_a_mixture_are_planned() {
+    let document = read_text(&workspace().join("docs/expert-parallel.md"));
+    let command = document.lines().find(|line| line.starts_with("bench plan ")).unwrap();
+    let (command, _) = command.strip_prefix("bench plan ").unwrap().split_once(" --expert-parallel ").unwrap();
+    let rows = document.lines().filter(|line| line.contains(" GiB | "));
+    let mut count = 0;
+    for row in rows {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let number = |cell: &str| cell.trim_end_matches(" GiB").replace(',', "").parse::<f64>().unwrap();
+        let words = format!("{command} --expert-parallel {} --json", cells[1]);
+        let planned = json(plan(&words.split_whitespace().collect::<Vec<_>>(), workspace()));
+        let gib = |bytes: &Value| bytes.as_f64().unwrap() / f64::from(1 << 30);
+        let memory = &planned["memory"];
+        for (cell, planned, rounding) in [
+            (cells[2], gib(&memory["total"]), 0.05),
+            (cells[3], gib(&memory["peak"]["gathered"]), 0.005),
+            (cells[4], gib(&planned["time"]["sent"]), 0.5),
+            (cells[5], planned["time"]["launches"].as_f64().unwrap(), 500.),
+        ] {
+            assert!((number(cell) - planned).abs() <= rounding, "{row}: {planned}, not {cell}");
+        }
+        count += 1;
+    }
+    assert_eq!(count, 4);
+}
+
 #[test]
 fn plans_or_refuses_any_size() {
     let dir = tempfile::tempdir().unwrap();

@@ -2,7 +2,7 @@
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
-use fsdp_candle::nn::{self, AttentionOptions, Documents, Linear};
+use fsdp_candle::nn::{AttentionOptions, Documents, Linear};
 
 use crate::models::config::DecoderConfig;
 use crate::models::layers::{ModelDropout, linear};
@@ -14,7 +14,7 @@ pub(super) struct Attention {
     qkv: QkvProjection,
     head_norms: Option<[Norm; 2]>,
     output: Linear,
-    /// A score for each head of the model that no key has.
+    /// The sink of each head of the model.
     sinks: Option<Tensor>,
     parallel: Option<TensorParallel>,
     rotary: RotaryEmbedding,
@@ -93,13 +93,7 @@ impl Attention {
             (Some(sinks), Some(parallel)) => Some(parallel.own_heads(sinks)?),
             (sinks, _) => sinks.clone(),
         };
-        if let Some(sinks) = &sinks {
-            let attend = |options: &_| nn::attention_with_sinks(&q, &k, &v, heads, kv_heads, options, documents, sinks);
-            return self.output.forward(&self.drops.attention(&self.options, attend)?);
-        }
-        self.output.forward(&self.drops.attention(&self.options, |options| match documents {
-            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, options, documents),
-            None => nn::attention(&q, &k, &v, heads, kv_heads, options),
-        })?)
+        let attended = self.drops.attend(&self.options, [&q, &k, &v], (heads, kv_heads), documents, sinks.as_ref())?;
+        self.output.forward(&attended)
     }
 }

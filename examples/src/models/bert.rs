@@ -55,10 +55,7 @@ impl Block {
     fn attention(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
         let (q, k, v) = (self.query.forward(x_btc)?, self.key.forward(x_btc)?, self.value.forward(x_btc)?);
         let heads = self.heads;
-        let x = self.drops.attention(&self.options, |options| match documents {
-            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, heads, options, documents),
-            None => nn::attention(&q, &k, &v, heads, heads, options),
-        })?;
+        let x = self.drops.attend(&self.options, [&q, &k, &v], (heads, heads), documents, None)?;
         let x = self.attention_output.forward(&x)?;
         self.drops.hidden(&x)
     }

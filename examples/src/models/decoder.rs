@@ -1,5 +1,5 @@
-//! Decoders of the Llama, Mistral, Qwen, Gemma, Phi, Mixtral, DeepSeek and gpt-oss families, with the parameter names of Hugging Face's
-//! `LlamaForCausalLM`.
+//! Decoders of the Llama, Mistral, Qwen, Gemma, Phi, Mixtral, DeepSeek and gpt-oss families, with the parameter names of
+//! Hugging Face's `LlamaForCausalLM`.
 //!
 //! Shapes: batch B, time T, width C of the residual stream, H heads of width D.
 

@@ -29,7 +29,7 @@ pub(super) struct Experts {
     experts: Vec<SwiGlu>,
     /// The MLP that all tokens use.
     shared: Option<Mlp>,
-    /// What the load of the experts is counted for, if it is.
+    /// The use of the experts' load, if it is counted.
     load: Option<LoadUse>,
     parallel: Option<TensorParallel>,
 }

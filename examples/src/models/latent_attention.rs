@@ -5,7 +5,7 @@
 
 use candle_core::{D, Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use fsdp_candle::nn::{self, AttentionOptions, Documents, Linear};
+use fsdp_candle::nn::{AttentionOptions, Documents, Linear};
 
 use crate::models::config::DecoderConfig;
 use crate::models::config::decoder::Norms;
@@ -112,10 +112,7 @@ impl LatentAttention {
             if missing > 0 { x.pad_with_zeros(3, 0, missing) } else { x.contiguous() }
         };
         let (q, k, v) = (padded(q)?, padded(k)?, padded(v)?);
-        let out = self.drops.attention(&self.options, |options| match documents {
-            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, heads, options, documents),
-            None => nn::attention(&q, &k, &v, heads, heads, options),
-        })?;
+        let out = self.drops.attend(&self.options, [&q, &k, &v], (heads, heads), documents, None)?;
         let out = of_heads(&out)?.narrow(3, 0, value)?.contiguous()?.reshape((batch, steps, heads * value))?;
         self.output.forward(&out)
     }

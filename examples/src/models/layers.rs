@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::nn::ops::dropout;
-use fsdp_candle::nn::{AttentionOptions, Linear};
+use fsdp_candle::nn::{AttentionOptions, Documents, Linear};
 use fsdp_candle::random::{Part, in_part};
 use fsdp_candle::{Tensors, nn};
 
@@ -93,6 +93,23 @@ impl ModelDropout {
             Some(parallel) => in_part(part(parallel), || f(&options)),
             None => f(&options),
         }
+    }
+
+    /// Returns the attention of separate queries, keys and values, with dropout. `heads` are those of the queries and of the
+    /// keys.
+    pub(super) fn attend(
+        &self,
+        options: &AttentionOptions,
+        [q, k, v]: [&Tensor; 3],
+        (heads, kv_heads): (usize, usize),
+        documents: Option<&Documents>,
+        sinks: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        self.attention(options, |options| match (sinks, documents) {
+            (Some(sinks), _) => nn::attention_with_sinks(q, k, v, heads, kv_heads, options, documents, sinks),
+            (None, Some(documents)) => nn::attention_in_documents(q, k, v, heads, kv_heads, options, documents),
+            (None, None) => nn::attention(q, k, v, heads, kv_heads, options),
+        })
     }
 
     /// Runs `f`. The residual stream is the same on all tensor-parallel ranks, unless they split sequences.

@@ -16,7 +16,7 @@ const SMALLEST_SUM: f64 = 1e-20;
 
 pub(super) struct Router {
     gate: Linear,
-    /// What the choice adds to each expert's score, `[E]` in f32.
+    /// The bias of each expert's score in the choice, `[E]` in f32.
     bias: Option<Tensor>,
     config: RouterConfig,
     per_token: usize,
@@ -40,11 +40,11 @@ impl Router {
                 let normal = Init::Randn { mean: 0., stdev };
                 Linear::new(vb.get_with_hints((experts.count, width), "weight", normal)?, None)
             }
-            false => linear(width, experts.count, router.bias, stdev, vb.clone())?,
+            false => linear(width, experts.count, router.has_bias, stdev, vb.clone())?,
         };
         // Half precision would round away the small steps of a bias.
         let bias = || vb.get_with_hints_dtype(experts.count, "e_score_correction_bias", Init::Const(0.), DType::F32);
-        let bias = router.biased.then(bias).transpose()?;
+        let bias = router.has_choice_bias.then(bias).transpose()?;
         Ok(Router { gate, bias, config: router, per_token: experts.per_token })
     }
 

@@ -172,7 +172,7 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
                     block.part.matrix(count, width);
                     block.part.products += count * width;
                 }
-                false => block.linear(&format!("{name}.{router}"), width, count, experts.router.bias),
+                false => block.linear(&format!("{name}.{router}"), width, count, experts.router.has_bias),
             }
             if let Some(shared) = experts.shared {
                 mlp(&mut block, "mlp.shared_experts.", [width, shared as f64], biases.mlp);

@@ -50,7 +50,7 @@ struct Started(Casts);
 impl ShardCasts {
     fn start(&self) -> Result<Started> {
         let shards = self.shards.lock();
-        let Some((first, _)) = shards.first() else { bail!("there is no shard to cast") };
+        let Some((first, _)) = shards.first() else { bail!("casts of a unit without shards") };
         match kernels::of_device(first.device())?.casts(&shards)? {
             Some(started) => Ok(Started(started)),
             None => bail!("shards on {:?} can't be cast beside computations", first.device()),

@@ -356,7 +356,8 @@ impl ShardedVarMap {
     }
 
     /// Returns the buffers: running statistics, which Candle's `BatchNorm` asks for as `running_mean` and `running_var`
-    /// and updates in forward. They are neither sharded nor trained. Each rank keeps the statistics of its own batches;
+    /// and updates in forward, and biases by which routers choose experts (`e_score_correction_bias`), which nothing updates.
+    /// They are neither sharded nor trained. Each rank keeps the statistics of its own batches;
     /// [`ShardedVarMap::average_buffers`] averages them. State dicts and checkpoints contain them. A checkpointed
     /// closure runs twice, and updates them twice.
     pub fn buffers(&self) -> Vec<(String, Var)> {

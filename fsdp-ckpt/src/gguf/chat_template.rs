@@ -6,7 +6,7 @@ use serde_json::Value as Json;
 
 use crate::Result;
 use crate::gguf::metadata::{Metadata, Value};
-use crate::gguf::{malformed, read_json, read_text};
+use crate::text_file::{malformed, read_json, read_text};
 
 /// The chat templates of a tokenizer, each with a name.
 #[derive(Debug, Default)]

@@ -6,8 +6,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::gguf::rope::{Rope, RopeFields};
-use crate::gguf::{malformed, read_json};
 use crate::hf::ExpertNames;
+use crate::text_file::{malformed, read_json};
 use crate::{Error, Result};
 
 const FILE: &str = "config.json";

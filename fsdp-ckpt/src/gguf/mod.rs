@@ -25,13 +25,15 @@ use std::path::{Path, PathBuf};
 
 pub use quantize::Quantization;
 
+#[cfg(doc)]
+use crate::Error;
 use crate::gguf::config::Config;
 use crate::gguf::file::{Header, TensorInfo, create};
 use crate::gguf::metadata::Metadata;
 use crate::gguf::tensors::Tensors;
 use crate::gguf::vocab::Vocabulary;
 use crate::hf::{Renamed, unfused};
-use crate::{Error, Result, TensorSource};
+use crate::{Result, TensorSource};
 
 /// Options of [`write()`].
 #[derive(Clone, Debug, Default)]
@@ -152,26 +154,4 @@ pub fn check(config_dir: impl AsRef<Path>, options: &GgufOptions) -> Result<()> 
     let config_dir = config_dir.as_ref();
     let config = Config::read(config_dir)?;
     Vocabulary::read(config_dir, &config, options.pre_tokenizer.as_deref()).map(|_| ())
-}
-
-/// Returns an error about a file of the model.
-fn malformed(path: &Path, item: Option<&str>, reason: impl Into<String>) -> Error {
-    Error::Malformed { path: path.to_path_buf(), item: item.map(str::to_string), reason: reason.into() }
-}
-
-/// Reads a JSON file of a directory; `None` if it does not exist.
-fn read_json<T: serde::de::DeserializeOwned>(dir: &Path, name: &str) -> Result<Option<T>> {
-    let Some(text) = read_text(dir, name)? else { return Ok(None) };
-    let parsed = serde_json::from_str(&text);
-    parsed.map(Some).map_err(|error| malformed(&dir.join(name), None, format!("it can't be read: {error}")))
-}
-
-/// Largest size of a configuration or tokenizer file.
-const MAX_FILE: u64 = 1 << 28;
-
-/// Reads a text file of a directory; `None` if it does not exist.
-fn read_text(dir: &Path, name: &str) -> Result<Option<String>> {
-    let Some(bytes) = crate::store::location(dir)?.store()?.read(name, MAX_FILE)? else { return Ok(None) };
-    let text = String::from_utf8(bytes);
-    text.map(Some).map_err(|error| malformed(&dir.join(name), None, format!("it is not UTF-8 text: {error}")))
 }

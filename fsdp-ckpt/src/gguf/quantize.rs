@@ -8,7 +8,8 @@ use rayon::prelude::*;
 
 use crate::Result;
 use crate::gguf::config::{Architecture, Config};
-use crate::gguf::{k_quants, malformed};
+use crate::gguf::k_quants;
+use crate::text_file::malformed;
 
 /// Types of a model's matrices. Norms, biases and routers of experts are always f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::Result;
 use crate::gguf::config::Architecture;
-use crate::gguf::malformed;
+use crate::text_file::malformed;
 
 /// Fields of `config.json`.
 #[derive(Deserialize)]

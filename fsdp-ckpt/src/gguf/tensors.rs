@@ -7,10 +7,10 @@ use fsdp_core::layout::Region;
 
 use crate::cast::cast;
 use crate::gguf::config::Config;
-use crate::gguf::malformed;
 use crate::gguf::names::{self, Change, Row};
 use crate::gguf::quantize::Quantization;
 use crate::hf::same_values;
+use crate::text_file::malformed;
 use crate::{Error, Result, TensorSource};
 
 /// The head's weight in transformers.

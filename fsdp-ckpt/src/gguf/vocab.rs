@@ -13,9 +13,10 @@ use crate::Result;
 use crate::gguf::chat_template::ChatTemplates;
 use crate::gguf::config::Config;
 use crate::gguf::metadata::{Metadata, Value};
+use crate::gguf::pre_tokenizer;
 use crate::gguf::special_tokens::{Sources, SpecialTokens};
-use crate::gguf::{malformed, pre_tokenizer, read_json};
 use crate::hf::{AddedToken, ConfiguredTokens, missing_tokenizer};
+use crate::text_file::{malformed, read_json};
 
 const FILE: &str = "tokenizer.json";
 /// Sentencepiece's space.

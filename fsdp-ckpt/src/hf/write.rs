@@ -11,6 +11,7 @@ use crate::placeholder::Placeholder;
 use crate::safetensors::{Entry, write_file};
 use crate::source::{WriteSummary, stream};
 use crate::store::{Store, found_instead, location, placeholder_in, split};
+use crate::text_file::read_json;
 use crate::{Error, Result, TensorSource};
 
 /// Configuration and tokenizer files that [`config_files`] looks for.
@@ -142,18 +143,12 @@ fn partition(source: &dyn TensorSource, most: u64) -> Vec<Vec<&str>> {
 
 /// Copies a `config.json` of weights that were decoded, without the description of their codes.
 fn copy_without_codes(path: &Path, store: &dyn Store) -> Result<()> {
-    let from = location(path)?.open()?;
-    let mut bytes = vec![0; from.bytes() as usize];
-    from.read_exact_at(&mut bytes, 0)?;
-    let parsed = serde_json::from_slice::<Map<String, Value>>(&bytes);
-    let mut config = parsed.map_err(|error| Error::Malformed {
-        path: path.to_path_buf(),
-        item: None,
-        reason: format!("expected a JSON object: {error}"),
-    })?;
+    let (dir, name) = split(path)?;
+    let missing = || Error::NotFound { path: dir.clone(), looked_for: name.clone() };
+    let mut config = read_json::<Map<String, Value>>(&dir, &name)?.ok_or_else(missing)?;
     config.remove(CODES);
     let text = format!("{:#}\n", Value::Object(config));
-    let mut to = store.create(&split(path)?.1, text.len() as u64)?;
+    let mut to = store.create(&name, text.len() as u64)?;
     to.append(text.as_bytes())?;
     to.finish()
 }

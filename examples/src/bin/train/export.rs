@@ -2,6 +2,7 @@
 //! writes the model as a GGUF file.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
@@ -9,7 +10,7 @@ use crc_fast::CrcAlgorithm;
 use fsdp_candle::{ShardedVarMap, World, model_tensors};
 use fsdp_ckpt::convert::View;
 use fsdp_ckpt::gguf::{self, GgufOptions, GgufSummary, Quantization};
-use fsdp_ckpt::hf::{self, ExportOptions};
+use fsdp_ckpt::hf::{self, ExportOptions, HfModel};
 use fsdp_ckpt::merge::Merged;
 use fsdp_ckpt::{SafetensorsFile, TensorShard};
 use fsdp_train::console::Console;
@@ -35,7 +36,7 @@ pub(crate) fn export(
     adapters: Option<&Adapters>,
     texts: Option<TextExport>,
     dirs: &RunDirs,
-    (checkpoint, step): (&Path, usize),
+    step: usize,
 ) -> anyhow::Result<()> {
     let Some(dir) = &args.export_hf else { return Ok(()) };
     let mut tensors = model_tensors(vars)?;
@@ -76,7 +77,7 @@ pub(crate) fn export(
         options.config_files.retain(|path| !(is_written && path.ends_with("config.json")));
     }
     match hf::has_split_experts(tensors.iter().map(|tensor| tensor.fqn.as_str())) {
-        true => broadcast_result(world, 0, || write_joined(dir, checkpoint, &options))?,
+        true => write_joined(dir, world, &tensors, &options)?,
         false => write(&tensors, &options)?,
     };
     if let Some(untied) = untied.filter(|_| world.rank() == 0) {
@@ -92,25 +93,29 @@ pub(crate) fn export(
     Ok(())
 }
 
-/// Writes the model in a checkpoint to `dir`. Ranks can't write their shards of experts that are joined to one tensor.
-fn write_joined(dir: &Path, checkpoint: &Path, options: &ExportOptions) -> anyhow::Result<u64> {
-    let failed = || format!("can't export to {} from {}", dir.display(), checkpoint.display());
-    let source = fsdp_ckpt::open(checkpoint).with_context(failed)?;
-    // Complete before it replaces an earlier export.
+/// Writes a model whose experts are joined to one tensor for each layer. All ranks write their shards of single experts, of
+/// which rank 0 then makes the model's file. Collective.
+fn write_joined(dir: &Path, world: &World, tensors: &[TensorShard], options: &ExportOptions) -> anyhow::Result<u64> {
+    let failed = || format!("can't export to {}", dir.display());
     let staging = dir.join(STAGING);
-    let is_missing = |error: &std::io::Error| error.kind() == std::io::ErrorKind::NotFound;
-    match std::fs::remove_dir_all(&staging) {
-        Err(error) if !is_missing(&error) => return Err(error).with_context(failed),
-        _ => std::fs::create_dir_all(dir).with_context(failed)?,
-    }
-    let (view, metadata) = (View::model(&*source), options.metadata.clone());
-    let written = hf::write_with(&staging, &view, u64::MAX, &options.config_files, metadata).with_context(failed)?;
-    let entries = std::fs::read_dir(&staging).with_context(failed)?.collect::<std::io::Result<Vec<_>>>();
-    for entry in entries.with_context(failed)? {
-        std::fs::rename(entry.path(), dir.join(entry.file_name())).with_context(failed)?;
-    }
-    std::fs::remove_dir(&staging).with_context(failed)?;
-    Ok(written.bytes)
+    broadcast_result(world, 0, || match std::fs::remove_dir_all(&staging) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error).with_context(failed),
+        _ => Ok(()),
+    })?;
+    hf::export(&staging, world.group(), tensors, &[]).with_context(failed)?;
+    broadcast_result(world, 0, || {
+        let (joined, metadata) = (staging.join("joined"), options.metadata.clone());
+        let single = HfModel::open(&staging)?;
+        let written = hf::write_with(&joined, &single, u64::MAX, &options.config_files, metadata)?;
+        // Complete before it replaces an earlier export.
+        for entry in std::fs::read_dir(&joined)? {
+            let entry = entry?;
+            std::fs::rename(entry.path(), dir.join(entry.file_name()))?;
+        }
+        std::fs::remove_dir_all(&staging)?;
+        Ok(written.bytes)
+    })
+    .with_context(failed)
 }
 
 /// Directory of an export that is not complete.

@@ -20,7 +20,7 @@ use fsdp_train::models::{is_classifier, is_unused_by_embeddings, parallel};
 use fsdp_train::ranks::Ranks;
 
 use crate::adapters::{Adapters, Peft};
-use crate::agreement::{self, Fields};
+use crate::agreement::{self, Fields, broadcast_result};
 use crate::args::Args;
 use crate::evaluate::{Evaluation, SAMPLE_CONTEXT};
 use crate::flag_types::{InitChoice, Resume};
@@ -70,7 +70,9 @@ impl Setup {
             args.seq_len,
             config.max_positions()
         );
-        config.count_expert_tokens();
+        if counts_expert_tokens(args, world)? {
+            config.count_expert_tokens();
+        }
         parallel::check(&config, args.tensor_parallel)?;
         parallel::check_experts(&config, args.expert_parallel)?;
 
@@ -360,6 +362,13 @@ fn read_inputs(
         read.insert(FIRST_ADAPTERS.into(), print.with_context(|| format!("can't read the weights in {path}"))?);
     }
     Ok(read)
+}
+
+/// Returns whether a run needs the tokens of each expert: for its biases, or for measurements, of which only rank 0 may have
+/// the flags. Collective.
+fn counts_expert_tokens(args: &Args, world: &World) -> anyhow::Result<bool> {
+    let is_measured = args.metrics.is_some() || args.tensorboard.is_some();
+    broadcast_result(world, 0, || Ok(is_measured || args.router_bias_rate.is_some()))
 }
 
 /// Returns the bytes of this rank's shards and gradients.

@@ -282,7 +282,7 @@ impl<'a> Trainer<'a> {
             self.checkpoints.finish()?;
             anyhow::Ok(saved)
         })?;
-        self.export(&saved)?;
+        self.export()?;
         self.sample("sample")?;
         if self.world.rank() == 0 {
             Console::Stdout.line(format_args!("checkpoint: {}", saved.display()));
@@ -293,10 +293,10 @@ impl<'a> Trainer<'a> {
         Ok(self.gguf_export(&saved))
     }
 
-    fn export(&self, saved: &Path) -> anyhow::Result<()> {
+    fn export(&self) -> anyhow::Result<()> {
         let (adapters, texts) = (self.adapters.as_ref(), self.task.export(self.args)?);
         let (dirs, step) = (&self.checkpoints.dirs, self.done.step);
-        export::export(self.args, self.world, &self.vars, adapters, texts, dirs, (saved, step))
+        export::export(self.args, self.world, &self.vars, adapters, texts, dirs, step)
     }
 
     fn gguf_export(&self, checkpoint: &Path) -> Option<GgufExport> {

@@ -42,9 +42,9 @@ pub struct RouterConfig {
     /// The scores of the experts.
     pub scores: Scores,
     /// Whether its layer has a bias.
-    pub bias: bool,
+    pub has_bias: bool,
     /// Whether the choice adds a bias to each expert's score (Wang et al., 2024, arXiv:2408.15664).
-    pub biased: bool,
+    pub has_choice_bias: bool,
     /// Groups of experts, of which a token uses some.
     pub groups: Option<ExpertGroups>,
     /// Whether the weights of the chosen experts are normalised to sum up to 1.
@@ -163,8 +163,8 @@ impl RouterConfig {
         let in_f32 = matches!(keys.router, RouterKeys::DeepseekV2 | RouterKeys::DeepseekV3);
         let usual = RouterConfig {
             scores: Scores::Softmax,
-            bias: keys.is_gpt_oss,
-            biased: false,
+            has_bias: keys.is_gpt_oss,
+            has_choice_bias: false,
             groups: None,
             renormalized: false,
             scale: 1.,
@@ -190,7 +190,7 @@ impl RouterConfig {
                 check_name("topk_method", &fields.topk_method, &["noaux_tc"])?;
                 RouterConfig {
                     scores: Scores::Sigmoid,
-                    biased: true,
+                    has_choice_bias: true,
                     groups: Some(groups(fields, (Some(8), Some(4)), 2)?),
                     renormalized: fields.norm_topk_prob.unwrap_or(true),
                     scale: scale.unwrap_or(2.5),
@@ -231,7 +231,7 @@ fn groups(fields: &Fields, usual: (Option<usize>, Option<usize>), best: usize) -
     Ok(ExpertGroups { count, per_token, best })
 }
 
-/// Fails for a value that is none of the known ones.
+/// Fails for a value that is not known.
 fn check_name(name: &str, value: &Option<String>, known: &[&str]) -> anyhow::Result<()> {
     let Some(value) = value.as_deref() else { return Ok(()) };
     let expected = known.iter().map(|known| format!("\"{known}\"")).collect::<Vec<_>>().join(" or ");

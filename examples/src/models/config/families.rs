@@ -227,6 +227,20 @@ const PHI3: Family = Family {
     ..LLAMA
 };
 
+/// Keys of experts without more keys than Mixtral's.
+const EXPERTS: ExpertKeys = ExpertKeys {
+    names: ExpertNames::QWEN3_MOE,
+    count: |fields| fields.num_experts.or(fields.num_local_experts).unwrap_or(8),
+    per_token: None,
+    width_name: "moe_intermediate_size",
+    width: |fields| fields.moe_intermediate_size,
+    shared: None,
+    router: RouterKeys::Softmax { renormalized: Some(true) },
+    has_auxiliary: true,
+    layers: ExpertLayers::All,
+    is_gpt_oss: false,
+};
+
 // Where a file has the names of both families for the number of experts, transformers takes the other family's.
 const MIXTRAL: Family = Family {
     name: "mixtral",
@@ -235,15 +249,10 @@ const MIXTRAL: Family = Family {
     window: WindowKeys::Window(None),
     experts: Some(ExpertKeys {
         names: ExpertNames::MIXTRAL,
-        count: |fields| fields.num_experts.or(fields.num_local_experts).unwrap_or(8),
         per_token: Some(2),
         width_name: "intermediate_size",
         width: |fields| Some(fields.intermediate_size),
-        shared: None,
-        router: RouterKeys::Softmax { renormalized: Some(true) },
-        has_auxiliary: true,
-        layers: ExpertLayers::All,
-        is_gpt_oss: false,
+        ..EXPERTS
     }),
     ..MISTRAL
 };
@@ -254,16 +263,11 @@ const QWEN3_MOE: Family = Family {
     head_dim: None,
     layers: WindowLayers::All,
     experts: Some(ExpertKeys {
-        names: ExpertNames::QWEN3_MOE,
         count: |fields| fields.num_local_experts.or(fields.num_experts).unwrap_or(128),
         per_token: Some(8),
-        width_name: "moe_intermediate_size",
-        width: |fields| fields.moe_intermediate_size,
-        shared: None,
         router: RouterKeys::Softmax { renormalized: None },
-        has_auxiliary: true,
         layers: ExpertLayers::Sparse,
-        is_gpt_oss: false,
+        ..EXPERTS
     }),
     ..QWEN3
 };
@@ -273,16 +277,13 @@ const DEEPSEEK_V2: Family = Family {
     name: "deepseek_v2",
     latent: Some(LatentKeys { chooses_pairs: false }),
     experts: Some(ExpertKeys {
-        names: ExpertNames::QWEN3_MOE,
         count: |fields| fields.num_experts.or(fields.n_routed_experts).unwrap_or(64),
-        per_token: None,
-        width_name: "moe_intermediate_size",
         width: |fields| Some(fields.moe_intermediate_size.unwrap_or(1407)),
         shared: Some(2),
         router: RouterKeys::DeepseekV2,
         has_auxiliary: false,
         layers: ExpertLayers::From(0),
-        is_gpt_oss: false,
+        ..EXPERTS
     }),
     ..LLAMA
 };
@@ -295,16 +296,14 @@ const DEEPSEEK_V3: Family = Family {
     latent: Some(LatentKeys { chooses_pairs: true }),
     predicts_more: true,
     experts: Some(ExpertKeys {
-        names: ExpertNames::QWEN3_MOE,
         count: |fields| fields.num_local_experts.or(fields.n_routed_experts).unwrap_or(256),
         per_token: Some(8),
-        width_name: "moe_intermediate_size",
         width: |fields| Some(fields.moe_intermediate_size.unwrap_or(2048)),
         shared: Some(1),
         router: RouterKeys::DeepseekV3,
         has_auxiliary: false,
         layers: ExpertLayers::From(3),
-        is_gpt_oss: false,
+        ..EXPERTS
     }),
     ..LLAMA
 };
@@ -328,11 +327,8 @@ const GPT_OSS: Family = Family {
         per_token: Some(4),
         width_name: "intermediate_size",
         width: |fields| Some(fields.intermediate_size),
-        shared: None,
-        router: RouterKeys::Softmax { renormalized: Some(true) },
-        has_auxiliary: true,
-        layers: ExpertLayers::All,
         is_gpt_oss: true,
+        ..EXPERTS
     }),
     ..LLAMA
 };

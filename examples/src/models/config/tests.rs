@@ -1,3 +1,5 @@
+use fsdp_candle::nn::SwiGluClamp;
+
 use crate::models::config::Activation;
 use crate::models::config::*;
 
@@ -182,6 +184,36 @@ fn defaults_match_transformers() {
     assert_eq!((experts.count, experts.per_token, experts.router.renormalized, experts.auxiliary), (8, 2, true, None));
     assert_eq!((mixtral.kv_heads, mixtral.rope.theta, mixtral.norms.eps), (4, 1e6, 1e-5));
     assert_eq!(family("qwen3", "\"num_key_value_heads\": 4").head_dim, 128);
+    let gpt_oss = family("gpt_oss", "\"num_key_value_heads\": 4");
+    let experts = gpt_oss.experts(0).unwrap();
+    assert_eq!((experts.count, experts.per_token, experts.biases, experts.router.has_bias), (128, 4, true, true));
+    assert_eq!(experts.clamp, Some(SwiGluClamp { alpha: 1.702, limit: 7. }));
+    assert_eq!((gpt_oss.head_dim, gpt_oss.norms.eps, gpt_oss.has_sinks, gpt_oss.biases.qkv), (64, 1e-5, true, true));
+    assert_eq!((gpt_oss.attention(0).window, gpt_oss.attention(1).window), (Some(128), None));
+    // YaRN with a factor of 32.
+    assert_eq!((gpt_oss.rope.theta, gpt_oss.rope.frequencies().1), (1.5e5, 0.1 * 32f64.ln() + 1.));
+    let plain = family("gpt_oss", r#""num_key_value_heads": 4, "rope_parameters": {"rope_theta": 10.0}"#);
+    assert_eq!((plain.rope.theta, plain.rope.frequencies().1), (10., 1.));
+    let v3 =
+        decoder(&llama("\"num_key_value_heads\": 4, \"num_hidden_layers\": 4").replace("\"llama\"", "\"deepseek_v3\""));
+    let latent = v3.latent.unwrap();
+    assert_eq!(
+        (latent.query_rank, latent.rank, latent.head_dim(), latent.rotated, latent.value),
+        (Some(1536), 512, 192, 64, 128)
+    );
+    let experts = v3.experts.as_ref().unwrap();
+    assert_eq!((experts.count, experts.per_token, experts.inner, experts.shared), (256, 8, 2048, Some(2048)));
+    assert_eq!((experts.router.scale, experts.router.renormalized, experts.router.has_choice_bias), (2.5, true, true));
+    let groups = experts.router.groups.unwrap();
+    assert_eq!((groups.count, groups.per_token, groups.best), (8, 4, 2));
+    assert_eq!((experts.are_in(2), experts.are_in(3), v3.is_prediction_layer(4)), (false, true, true));
+    let v2 = family("deepseek_v2", "\"num_key_value_heads\": 4, \"num_experts_per_tok\": 6");
+    let experts = v2.experts(0).unwrap();
+    assert_eq!((experts.count, experts.inner, experts.shared), (64, 1407, Some(2 * 1407)));
+    assert_eq!(
+        (experts.router.scale, experts.router.renormalized, experts.router.groups.is_some()),
+        (1., false, false)
+    );
 }
 
 /// Defaults of transformers' configuration classes, as PyTorch's `nn.Embedding` reads them.

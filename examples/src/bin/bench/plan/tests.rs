@@ -118,6 +118,26 @@ fn a_gpu_holds_a_block_of_scores_and_a_stretch_of_logits() {
     assert_eq!((report.uncountable, report.fits), (Some(3758096384.), false));
 }
 
+/// A rank sends all but its own part of what is gathered twice, and of the gradients.
+#[test]
+fn ranks_send_what_others_gather() {
+    let flags = "--device h100-sxm --ranks-per-host 8 --seq 128 --activation-checkpoint full";
+    let llama = planned(flags).unwrap();
+    let embedding = 128_256. * 4096.;
+    // bf16 and f32. The embedding and the head are gathered once.
+    let want = 7. / 8. * (8. * llama.parameters - 2. * 2. * embedding - 2. * 4096.);
+    assert!((llama.time.sent / want - 1.).abs() < 1e-9, "{} bytes, not {want}", llama.time.sent);
+    let config = concat!(env!("CARGO_MANIFEST_DIR"), "/configs/qwen3-30b-a3b/config.json");
+    let [with, without] =
+        [8, 1].map(|ranks| planned_with(config, &format!("{flags} --expert-parallel {ranks}")).unwrap());
+    // No rank gathers an expert. Tokens are sent twice in each of two forwards, and in backward.
+    let experts = 48. * 128. * 3. * 2048. * 768.;
+    let tokens = 48. * 6. * 2. * 128. * 8. * 2048.;
+    let want = without.time.sent + 7. / 8. * (tokens - 8. * experts);
+    assert!((with.time.sent / want - 1.).abs() < 1e-9, "{} bytes, not {want}", with.time.sent);
+    assert_eq!(with.memory.state.total(), without.memory.state.total());
+}
+
 #[test]
 fn policies_trade_memory_for_communication() {
     let slow = |more: &str| planned(&format!("--device h100-sxm --seq 512 --intra 5 {more}")).unwrap();

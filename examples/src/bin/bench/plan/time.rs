@@ -176,7 +176,7 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     let (over_experts, over_expert) = (Ring::of_experts(mesh, links), Ring::of_expert(mesh, links));
     let [of_block, of_root] = setup.stored().map(|stored| if setup.base.is_some() { stored.min(e) } else { e });
     let reduce = setup.trained() * reduce;
-    // Of parameters that a ring shards.
+    // The communication of parameters that are sharded over a ring.
     let of_ring = |ring: &Ring, parameters: f64, e: f64, kept: bool| {
         let again = match setup.reshard {
             _ if kept => None,
